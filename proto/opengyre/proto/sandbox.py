@@ -1,0 +1,287 @@
+"""Requests and answers of the sandbox service.
+
+Subjects: ``gyre.v1.rpc.sandbox.any.create`` (one of the replicas takes it) and
+``gyre.v1.rpc.sandbox.<node>.<verb>`` for everything about a sandbox that lives on ``node``
+(``SandboxRef.node``), with the verbs of `VERBS`.
+
+Every call may be repeated: create by ``sandbox``, exec by ``exec_id``, verify by ``verify_id``; a repeated call
+answers what the first one did or joins it while it runs, and changes nothing. Durations are in seconds.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from opengyre.proto.task import Check
+
+SERVICE = "sandbox"
+VERBS = ("exec", "verify", "renew", "destroy", "list", "read", "write", "stat")
+
+ErrorKind = Literal[
+    "sandbox_gone",  # it never was, was destroyed or its lease ran out: the episode cannot go on in it
+    "sandbox_busy",  # the same id is used for something else just now; trying again later may work
+    "exec_timeout",  # a call of the service's own needed too long (a command's timeout is a result, not an error)
+    "output_limit",  # a file or an answer is larger than the cap that the caller gave
+    "infra_error",  # the machine, not the command: never an observation, never a zero
+    "invalid_request",  # a field is not allowed; the message names it
+]
+
+
+class RpcError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a call was not done."""
+
+    kind: str
+    """One of `ErrorKind`."""
+    message: str
+    """One sentence that names the thing and what is allowed."""
+
+
+def create_subject() -> str:
+    """Where a sandbox is asked for; any replica answers."""
+    return "gyre.v1.rpc.sandbox.any.create"
+
+
+def node_subject(node: str, verb: str) -> str:
+    """Where the sandboxes of ``node`` are reached; ``verb`` is one of `VERBS`."""
+    return f"gyre.v1.rpc.sandbox.{node}.{verb}"
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox shall be (verb ``create``, answered by `SandboxRef`)."""
+
+    sandbox: str
+    """Id given by the caller (execution id and attempt), ``[A-Za-z0-9_-]{1,120}``; create is idempotent by it."""
+    owner: str
+    """Who holds the lease: the service instance or the execution that it is for."""
+    labels: Mapping[str, str] = {}
+    """``run``, ``group``, ``execution`` and whatever else shall be found again by ``list``."""
+    files: Mapping[str, str] = {}
+    """Text files to start with; a path is relative to ``/workspace`` or lies under it."""
+    env: Mapping[str, str] = {}
+    """Environment of every command, beside PATH, HOME, LANG and TERM."""
+    workspace_mb: int = 16
+    """Size of ``/workspace``, and of ``/tmp``, in MiB."""
+    memory_mb: int = 512
+    """Memory of all its processes and files together, in MiB."""
+    pids: int = 64
+    """Most processes and threads at once."""
+    ttl_s: float = 3600.0
+    """It is removed this long after its creation or last renewal, whatever happens."""
+    idle_ttl_s: float = 1800.0
+    """It is removed this long after its last use."""
+
+
+class SandboxRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a sandbox is."""
+
+    sandbox: str
+    """Its id."""
+    node: str
+    """The node that it lives on, a token of the subjects of all further calls."""
+    isolated: bool
+    """False where the machine allowed no namespaces and a setting permitted to go on without."""
+    expires_in_s: float = 0.0
+    """Seconds until it is removed, if it is neither used nor renewed."""
+
+
+class ExecRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run a command by ``sh`` in ``/workspace`` (verb ``exec``, answered by `ExecResult`)."""
+
+    sandbox: str
+    """The sandbox's id."""
+    exec_id: str
+    """Id given by the caller, ``[A-Za-z0-9_-]{1,120}``, unique in its sandbox; the command runs once for it."""
+    command: str
+    """Shell text, of any length up to 4 MiB."""
+    timeout_s: float = 30.0
+    """The command and all that it started are killed after this long."""
+    output_limit: int = 16384
+    """Most bytes of each stream in the answer; what is longer keeps its head and its tail."""
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command did."""
+
+    exec_id: str
+    """The request's id."""
+    exit_code: int | None
+    """Exit status (128 + signal where one ended it); None where it was killed for time or for its output."""
+    stdout: str
+    """Text of the stream, invalid UTF-8 replaced, the middle cut out where it was too long."""
+    stderr: str
+    """The same for standard error."""
+    stdout_bytes: int
+    """Bytes that the command wrote, kept or not."""
+    stderr_bytes: int
+    """Bytes that the command wrote, kept or not."""
+    stdout_truncated: bool
+    """Something of stdout is missing here."""
+    stderr_truncated: bool
+    """Something of stderr is missing here."""
+    timed_out: bool
+    """It ran into its timeout and was killed."""
+    killed_by: str | None = None
+    """``timeout``, ``output`` (a flood) or ``destroy``; None where it ended by itself."""
+    duration_s: float
+    """From start to end, monotonic."""
+    isolated: bool
+    """Whether it ran in namespaces of its own."""
+
+
+class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Run checks after ending all that the agent left running (verb ``verify``, answered by `VerifyResult`)."""
+
+    sandbox: str
+    """The sandbox's id."""
+    verify_id: str
+    """Id given by the caller; the checks run once for it."""
+    checks: tuple[Check, ...]
+    """Commands whose exit code 0 means passed; names are unique."""
+    timeout_s: float = 30.0
+    """For each check."""
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One check's outcome."""
+
+    name: str
+    """The check's name."""
+    passed: float
+    """1.0 or 0.0; 0.0 without meaning where ``error`` is set."""
+    weight: float
+    """The check's weight."""
+    output: str = ""
+    """First bytes of what it wrote."""
+    error: str | None = None
+    """Why it could not be evaluated (late, killed); then the whole result is not valid."""
+
+
+class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checks said. A failed evaluation is not a zero: look at ``valid`` first."""
+
+    verify_id: str
+    """The request's id."""
+    parts: tuple[CheckResult, ...]
+    """In the order of the checks; those after an infrastructure error are missing."""
+    passed: int
+    """Number of checks passed."""
+    total: int
+    """Number of checks asked for."""
+    valid: bool
+    """Every check was evaluated, so that a score may be taken from ``parts``."""
+    infra_error: str | None = None
+    """The sentence, where not valid."""
+    isolated: bool = True
+    """Whether they ran in namespaces of their own."""
+
+
+class RenewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Lengthen a lease (verb ``renew``, answered by `SandboxRef`); it never gets shorter."""
+
+    sandbox: str
+    """The sandbox's id."""
+    owner: str | None = None
+    """The new owner, where it changes hands."""
+    ttl_s: float = 3600.0
+    """From now."""
+
+
+class DestroyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """End a sandbox (verb ``destroy``, answered by `DestroyResult`); waits for nothing that runs in it."""
+
+    sandbox: str
+    """The sandbox's id."""
+
+
+class DestroyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """After this nothing of it is left."""
+
+    sandbox: str
+    """The sandbox's id."""
+    existed: bool
+    """False where there was none."""
+
+
+class ListRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Find sandboxes (verb ``list``, answered by `ListResult`)."""
+
+    labels: Mapping[str, str] = {}
+    """Only those that carry all of these."""
+
+
+class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A live sandbox (verb ``stat`` answers one)."""
+
+    sandbox: str
+    """Its id."""
+    node: str
+    """Its node."""
+    owner: str
+    """Holder of its lease."""
+    labels: Mapping[str, str]
+    """As created."""
+    isolated: bool
+    """Whether it has namespaces of its own."""
+    age_s: float
+    """Since its creation."""
+    expires_in_s: float
+    """Until it is removed, if neither used nor renewed."""
+    execs: int
+    """Commands recorded for it."""
+    running: tuple[str, ...]
+    """Ids of the commands that run just now."""
+
+
+class ListResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Live sandboxes of one node."""
+
+    sandboxes: tuple[SandboxInfo, ...]
+    """In order of creation."""
+
+
+class StatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Look at a sandbox (verb ``stat``, answered by `SandboxInfo`)."""
+
+    sandbox: str
+    """The sandbox's id."""
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Read a regular file (verb ``read``, answered by `ReadResult`)."""
+
+    sandbox: str
+    """The sandbox's id."""
+    path: str
+    """Relative to ``/workspace``, or absolute under ``/workspace``, ``/tmp`` or ``/logs``."""
+    limit: int = 1 << 20
+    """Most bytes; a larger file is an ``output_limit`` error."""
+
+
+class ReadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A file's content."""
+
+    data: bytes
+    """Its bytes (base64 in JSON)."""
+
+
+class WriteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Write a regular file, making its folders (verb ``write``, answered by `WriteResult`)."""
+
+    sandbox: str
+    """The sandbox's id."""
+    path: str
+    """As in `ReadRequest`."""
+    data: bytes
+    """Its bytes (base64 in JSON), at most 4 MiB."""
+    mode: int = 0o644
+    """Permission bits."""
+
+
+class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A file was written."""
+
+    path: str
+    """Absolute path in the sandbox."""
+    size: int
+    """Bytes written."""
