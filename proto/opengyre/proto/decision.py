@@ -1,0 +1,149 @@
+"""Decisions of the allocator (stream DECISIONS), each with its inputs, and the ledger's entries."""
+
+from typing import ClassVar, Literal
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event, Record
+from opengyre.proto.host import HostState, Role
+from opengyre.proto.run import Dispatch, Elastic
+
+
+class CellView(Record, frozen=True, kw_only=True):
+    cell: str
+    hosts: tuple[str, ...]
+    state: HostState
+    settled: bool
+    """Every host of it has obeyed the last command."""
+    since_s: float
+    capacity: int
+    running: int
+    wish: Role | None = None
+    """An operator's wish, which the policy obeys."""
+
+
+class PolicyInput(Record, frozen=True, kw_only=True):
+    """All that the policy sees."""
+
+    cells: tuple[CellView, ...]
+    live_executions: int
+    ready_groups: int
+    """Finished groups that wait to be trained, including those of the update under way."""
+    dispatch: Dispatch
+    elastic: Elastic
+    finished: bool = False
+
+
+class RoleChange(Record, frozen=True, kw_only=True):
+    cell: str
+    role: Role
+    reason: str
+
+
+class Decision(Event, frozen=True, kw_only=True, tag="decision.v1"):
+    stream: ClassVar[str] = subjects.DECISIONS
+    run: str
+    decision: str
+    """Identifier: `<leader's fencing token>-<number>`."""
+    kind: Literal["roles", "admission", "wish"]
+    input: PolicyInput | None = None
+    changes: tuple[RoleChange, ...] = ()
+    admitted: tuple[str, ...] = ()
+    version: int | None = None
+    """Published version, of an admission."""
+    unconsumed: int | None = None
+    """Groups that were unconsumed before an admission."""
+    note: str = ""
+
+    def event_id(self) -> str:
+        return f"decision-{self.run}-{self.decision}"
+
+
+GroupState = Literal["live", "ready", "trained", "dropped", "evaluated"]
+
+
+class GroupEntry(Record, frozen=True, kw_only=True):
+    """Bucket `gyre_ledger`: one group."""
+
+    run: str
+    group: str
+    task: str
+    sequence: int
+    purpose: Literal["train", "evaluate"]
+    state: GroupState
+    executions: tuple[str, ...]
+    admitted_version: int
+    """`v_d`."""
+    dispatched: bool = False
+    """All its episodes are in the work queue."""
+    consumed_version: int | None = None
+    """`v_t`; `d = v_t - v_d`."""
+    reason: str | None = None
+    """Why it was dropped."""
+    unscored: dict[str, str] = {}
+    """Executions that have no score, and why; they are dropped when their group is consumed."""
+
+
+class Book(Record, frozen=True, kw_only=True):
+    """The identity of law 2, for groups or executions: dispatched = trained + dropped + ready + live."""
+
+    dispatched: int
+    trained: int
+    dropped: dict[str, int]
+    ready: int
+    live: int
+    balances: bool
+
+
+class StalenessReport(Record, frozen=True, kw_only=True):
+    """`gyre.v1.rpc.allocator.any.staleness`."""
+
+    run: str
+    phi: float
+    mu: int
+    predicted: float
+    """E[d] = phi + (mu - 1) / 2 (equation 2 of the paper)."""
+    mean: float | None
+    maximum: int | None
+    distribution: dict[int, int]
+    """d -> groups."""
+    window_mean: float | None
+    """Of the last groups, `window` at most."""
+    window: int
+    published_version: int
+    trainer_version: int
+    groups: Book
+    executions: Book
+    evaluated_groups: int = 0
+
+
+class WishRequest(Record, frozen=True, kw_only=True):
+    """`gyre.v1.rpc.allocator.any.wish`: an operator drains, resumes or cordons a cell."""
+
+    cell: str
+    wish: Literal["drain", "resume", "cordon"]
+
+
+class WishReply(Record, frozen=True, kw_only=True):
+    cell: str
+    wish: str
+    state: str
+
+
+class CellReport(Record, frozen=True, kw_only=True):
+    """`gyre.v1.rpc.allocator.any.cells`."""
+
+    cell: str
+    hosts: tuple[str, ...]
+    state: str
+    """A `HostState`'s value, or `lost`."""
+    role: Role | None
+    """What it was told to be."""
+    wish: Role | None
+
+
+class CellsReport(Record, frozen=True, kw_only=True):
+    cells: tuple[CellReport, ...]
+
+
+class StalenessRequest(Record, frozen=True, kw_only=True):
+    run: str

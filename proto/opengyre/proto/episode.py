@@ -1,0 +1,29 @@
+"""The work queue of episodes (stream EPISODES): one message an execution."""
+
+from typing import ClassVar
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event
+from opengyre.proto.run import Harness
+from opengyre.proto.task import TaskSpec
+
+
+class EpisodeDispatch(Event, frozen=True, kw_only=True, tag="episode.dispatch.v1"):
+    """Run one execution. It carries all that is needed, so that any replica of `rollout` can begin or continue it."""
+
+    stream: ClassVar[str] = subjects.EPISODES
+    run: str
+    group: str
+    execution: str
+    members: tuple[str, ...]
+    """All executions of the group, in order."""
+    version: int
+    """`v_d`."""
+    seed: int
+    """Of the execution: f(run's seed, group, member), so that members differ and a rerun is the same."""
+    task: TaskSpec
+    harness: Harness
+    min_members: int
+
+    def event_id(self) -> str:
+        return f"episode-{self.execution}"

@@ -1,0 +1,55 @@
+"""Finished groups on their way to the trainer (stream GROUPS, a work queue)."""
+
+from typing import ClassVar
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event, Record
+
+
+class Span(Record, frozen=True, kw_only=True):
+    """Tokens `[start, end)` of a sequence were sampled by the policy and are trained."""
+
+    start: int
+    end: int
+    logprobs: tuple[float, ...]
+    """Behaviour log-probs, one a token."""
+    versions: tuple[int, ...]
+    """The weight version that sampled each token."""
+    temperature: float
+
+
+class Sequence(Record, frozen=True, kw_only=True):
+    """A root-to-leaf path of an execution's tree. A token has a loss in at most one sequence."""
+
+    tokens: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+class Member(Record, frozen=True, kw_only=True):
+    """One scored execution."""
+
+    execution: str
+    score: float
+    """In [0, 1]."""
+    advantage: float
+    sequences: tuple[Sequence, ...]
+    trained_tokens: int
+    path_tokens: int
+    """Tokens of all calls' prompts and completions, without sharing."""
+
+
+class GroupReady(Event, frozen=True, kw_only=True, tag="group.ready.v1"):
+    stream: ClassVar[str] = subjects.GROUPS
+    run: str
+    group: str
+    task: str
+    version: int
+    """`v_d`."""
+    members: tuple[Member, ...] = ()
+    blob: str | None = None
+    """`sha256:...` of the JSON list of members, when they are too large for a message."""
+    refused: dict[str, int] = {}
+    """Reason -> calls that cannot be trained."""
+
+    def event_id(self) -> str:
+        return f"group-{self.group}-ready"

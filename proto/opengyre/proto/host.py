@@ -1,0 +1,103 @@
+"""Hosts and cells: roles, what is wished and what is so (stream HOSTS, buckets `gyre_hosts` and `gyre_desired`)."""
+
+import enum
+from typing import ClassVar, Literal
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event, Record
+
+
+class HostState(enum.Enum):
+    """Design section 4. LOST is not reported by a host: it is the absence of its heartbeat."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    ROLLOUT = "rollout"
+    DRAINING = "draining"
+    TRAIN = "train"
+    LEAVING_TRAIN = "leaving_train"
+    """Finishes the group at hand and hands over, before it joins the rollout again."""
+    CORDONED = "cordoned"
+
+
+Role = Literal["rollout", "train", "cordoned"]
+
+
+class DesiredRole(Record, frozen=True, kw_only=True):
+    """Bucket `gyre_desired`: the level that a host obeys. Only a greater epoch is obeyed; a repeat changes nothing."""
+
+    host: str
+    role: Role
+    epoch: int
+    grace_s: float = 0.5
+    """How long a call in flight may go on before it is moved."""
+    reason: str = ""
+
+
+class HostCommand(Event, frozen=True, kw_only=True, tag="host.command.v1"):
+    """The audit of a `DesiredRole`."""
+
+    stream: ClassVar[str] = subjects.HOSTS
+    desired: DesiredRole
+    decision: str | None = None
+
+    def event_id(self) -> str:
+        return f"host-{self.desired.host}-command-{self.desired.epoch}"
+
+
+class HostStatus(Record, frozen=True, kw_only=True):
+    """Bucket `gyre_hosts`: renewed every second, with a time to live of a few: its absence is LOST."""
+
+    host: str
+    cell: str
+    boot: str
+    """Identity of this process."""
+    state: HostState
+    epoch: int
+    """Of the last command obeyed."""
+    url: str
+    """Base URL of the engine's HTTP endpoint (`/inference/v1/generate`)."""
+    engine: str
+    run: str | None = None
+    version: int = -1
+    """Version the engine serves; -1 before the first."""
+    capacity: int = 32
+    """Calls it serves at full speed."""
+    running: int = 0
+    """Calls in flight."""
+    tokens_per_s: float = 0.0
+    memory_bytes: int = 0
+    """Measured, of the engine (weights and keys/values)."""
+    training_group: str | None = None
+    training_update: int | None = None
+    since_s: float = 0.0
+    """How long it has been in this state, on its own clock."""
+    last_switch_s: float | None = None
+    """Duration of its last role switch."""
+
+
+class HostStateChanged(Event, frozen=True, kw_only=True, tag="host.state.v1"):
+    stream: ClassVar[str] = subjects.HOSTS
+    host: str
+    cell: str
+    boot: str
+    sequence: int
+    """Of this process's changes, from 0."""
+    before: HostState
+    after: HostState
+    epoch: int
+    version: int
+    live_calls: int
+    """Calls in flight when it changed."""
+    moved_calls: int = 0
+    """Calls that were stopped with their partial tokens to be continued elsewhere."""
+    freed_bytes: int = 0
+    duration_s: float = 0.0
+    """How long it was in `before`."""
+    reason: str = ""
+
+    def event_id(self) -> str:
+        return f"host-{self.host}-{self.boot}-{self.sequence}"
+
+
+HostEvent = HostCommand | HostStateChanged

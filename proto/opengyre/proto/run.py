@@ -1,0 +1,121 @@
+"""A run: one policy trained on a stream of tasks under one setting of the gyre (bucket `gyre_runs`)."""
+
+from typing import Literal
+
+from opengyre.proto.base import Record
+
+
+class Dispatch(Record, frozen=True, kw_only=True):
+    """How groups are admitted (design section 5; the paper's phi, mu, B)."""
+
+    phi: float = 0.5
+    """Extra depth at the boundary, in units of `batch_groups`; at least 0."""
+    mu: int = 2
+    """Updates in a burst; weights are published at its end; at least 1."""
+    batch_groups: int = 8
+    """B: groups in an update; at least 1."""
+    group_size: int = 8
+    """G: executions in a group; at least 2 for group-relative advantages."""
+    min_members: int = 2
+    """A group with fewer scored members leaves training."""
+
+
+class Harness(Record, frozen=True, kw_only=True):
+    """The agent, its model calls and its budgets."""
+
+    agent: Literal["shell"] = "shell"
+    system: str | None = None
+    """System prompt; none by default."""
+    max_turns: int = 4
+    time_budget_s: float = 600.0
+    """Of one execution, on the rollout service's clock, without the time it was suspended."""
+    command_timeout_s: float = 10.0
+    max_tokens: int = 48
+    """Of one model call."""
+    context_tokens: int = 512
+    """Of prompt and completion together."""
+    temperature: float = 1.0
+    observation_chars: int = 40
+    """What the agent sees of a command's output."""
+
+
+class Optimization(Record, frozen=True, kw_only=True):
+    """The trainer's arithmetic (design section 7)."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    clip_low: float = 0.8
+    """Lower bound of the probability ratio."""
+    clip_high: float = 1.28
+    """Upper bound of the probability ratio."""
+    gradient_clip_norm: float = 1.0
+    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
+
+
+class Elastic(Record, frozen=True, kw_only=True):
+    """Which cells serve and which train."""
+
+    policy: Literal["fine", "static"] = "fine"
+    """`fine`: cells switch one by one on demand; `static`: `train_cells` train, the others serve."""
+    train_cells: int = 1
+    """Of the `static` policy."""
+    min_rollout_cells: int = 0
+    """Floor of cells in the rollout role while episodes are live."""
+    dwell_s: float = 0.5
+    """A cell keeps a role at least this long (hysteresis)."""
+
+
+class RunSpec(Record, frozen=True, kw_only=True):
+    run: str
+    model: str
+    """Directory of the initial policy (config.json, model.safetensors, tokenizer.json)."""
+    updates: int | None = None
+    """The run is finished after so many updates; without it, it goes on while there are tasks."""
+    seed: int = 0
+    dispatch: Dispatch = Dispatch()
+    harness: Harness = Harness()
+    optimization: Optimization = Optimization()
+    elastic: Elastic = Elastic()
+    state: Literal["active", "finished", "stopped"] = "active"
+    """One run is active at a time in a stack."""
+
+
+class InvalidRunError(ValueError):
+    """A run's setting is out of its allowed range; the message names the field and the range."""
+
+
+def validate(spec: RunSpec) -> RunSpec:
+    """Return `spec` if every field is in its range, else raise `InvalidRunError` naming the first that is not."""
+    d, h, o, e = spec.dispatch, spec.harness, spec.optimization, spec.elastic
+    ranges: tuple[tuple[str, float, float, float], ...] = (
+        ("dispatch.phi", d.phi, 0, 64),
+        ("dispatch.mu", d.mu, 1, 64),
+        ("dispatch.batch_groups", d.batch_groups, 1, 4096),
+        ("dispatch.group_size", d.group_size, 1, 256),
+        ("dispatch.min_members", d.min_members, 1, d.group_size),
+        ("harness.max_turns", h.max_turns, 1, 100_000),
+        ("harness.time_budget_s", h.time_budget_s, 0.1, 604_800),
+        ("harness.command_timeout_s", h.command_timeout_s, 0.1, 86_400),
+        ("harness.max_tokens", h.max_tokens, 1, 1_000_000),
+        ("harness.context_tokens", h.context_tokens, h.max_tokens, 2_000_000),
+        ("harness.temperature", h.temperature, 0.01, 10),
+        ("harness.observation_chars", h.observation_chars, 1, 1_000_000),
+        ("optimization.learning_rate", o.learning_rate, 0, 1),
+        ("optimization.weight_decay", o.weight_decay, 0, 1),
+        ("optimization.clip_low", o.clip_low, 0, 1),
+        ("optimization.clip_high", o.clip_high, 1, 100),
+        ("optimization.gradient_clip_norm", o.gradient_clip_norm, 1e-6, 1e6),
+        ("elastic.train_cells", e.train_cells, 1, 10_000),
+        ("elastic.min_rollout_cells", e.min_rollout_cells, 0, 10_000),
+        ("elastic.dwell_s", e.dwell_s, 0, 86_400),
+        ("updates", spec.updates if spec.updates is not None else 1, 1, 10_000_000),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            raise InvalidRunError(f"{name} is {value}; allowed are values from {low} to {high}")
+    depth = (d.phi + d.mu) * d.batch_groups
+    if depth != int(depth):
+        raise InvalidRunError(
+            f"dispatch: (phi + mu) * batch_groups is {depth} groups; choose phi so that it is a whole number"
+        )
+    return spec

@@ -1,0 +1,103 @@
+"""Tasks: what is to be solved, and what becomes of it (stream TASKS)."""
+
+from typing import ClassVar, Literal
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event, Record
+
+
+class Check(Record, frozen=True, kw_only=True):
+    """One part of a verifier: a shell command run in the sandbox after the agent; exit status 0 means passed."""
+
+    name: str
+    command: str
+    weight: float
+    """Share of the score, above 0; the weights of a task sum to 1."""
+
+
+class TaskSpec(Record, frozen=True, kw_only=True):
+    """A task as a user submits it."""
+
+    task: str
+    """Identifier, unique in its run."""
+    instruction: str
+    """What the agent is told."""
+    files: dict[str, str] = {}
+    """Relative path -> text, placed in the sandbox's /workspace before the agent starts."""
+    checks: tuple[Check, ...] = ()
+    max_turns: int | None = None
+    """Overrides the run's turn budget."""
+    time_budget_s: float | None = None
+    """Overrides the run's time budget."""
+    purpose: Literal["train", "evaluate"] = "train"
+    repeat: int = 1
+    """How many groups are made of it."""
+    family: str | None = None
+    labels: dict[str, str] = {}
+
+
+class TaskSubmitted(Event, frozen=True, kw_only=True, tag="task.submitted.v1"):
+    stream: ClassVar[str] = subjects.TASKS
+    run: str
+    task: str
+    spec: TaskSpec
+
+    def event_id(self) -> str:
+        return f"task-{self.run}-{self.task}-submitted"
+
+
+class TaskAdmitted(Event, frozen=True, kw_only=True, tag="task.admitted.v1"):
+    """A group was made of the task and its executions were dispatched."""
+
+    stream: ClassVar[str] = subjects.TASKS
+    run: str
+    task: str
+    group: str
+    executions: tuple[str, ...]
+    version: int
+    """`v_d`: the version that was published when the group was admitted."""
+
+    def event_id(self) -> str:
+        return f"task-{self.group}-admitted"
+
+
+class GroupScored(Event, frozen=True, kw_only=True, tag="task.scored.v1"):
+    """All members of a group have ended: their scores are known. The group is ready, evaluated or unusable."""
+
+    stream: ClassVar[str] = subjects.TASKS
+    run: str
+    task: str
+    group: str
+    outcome: Literal["ready", "evaluated", "dropped"]
+    reason: str | None = None
+    """Why it was dropped: `infra` when no member could be scored, `too_few_members` below the run's minimum."""
+    scores: dict[str, float]
+    """Execution -> score in [0, 1], of the members that were scored."""
+    unscored: dict[str, str] = {}
+    """Execution -> why it has no score."""
+    sampled_version_min: int
+    sampled_version_max: int
+    tokens: int
+    """Sampled tokens of all members."""
+
+    def event_id(self) -> str:
+        return f"task-{self.group}-scored"
+
+
+class GroupConsumed(Event, frozen=True, kw_only=True, tag="task.consumed.v1"):
+    """A group went into a committed update, or left training for a reason."""
+
+    stream: ClassVar[str] = subjects.TASKS
+    run: str
+    task: str
+    group: str
+    outcome: Literal["trained", "dropped"]
+    reason: str | None = None
+    version: int
+    """`v_t`: the trainer's version before the update that consumed it."""
+
+    def event_id(self) -> str:
+        return f"task-{self.group}-consumed"
+
+
+TaskEvent = TaskSubmitted | TaskAdmitted | GroupScored | GroupConsumed

@@ -1,0 +1,140 @@
+"""What happened in an execution (stream TRAJ): the log from which everything can be rebuilt.
+
+One writer an execution: the replica of `rollout` that holds it. Every event carries `index`, its place in the
+execution's log from 0 without gaps, and is appended with the expected last sequence of the execution's subjects, so
+that a writer that was replaced is refused. An attempt is one writer's tenure.
+"""
+
+from typing import ClassVar, Literal
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event, Record
+from opengyre.proto.episode import EpisodeDispatch
+
+EndReason = Literal["done", "turn_budget", "token_budget", "time_budget", "overflow", "agent_error", "infra"]
+
+
+class VersionSpan(Record, frozen=True, kw_only=True):
+    """Tokens `[start, end)` of a completion were sampled by this weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TrajEvent(Event, frozen=True, kw_only=True):
+    stream: ClassVar[str] = subjects.TRAJ
+    run: str
+    group: str
+    execution: str
+    index: int
+    """Place in the execution's log, from 0, without gaps."""
+    attempt: int
+    """Which writer, from 0."""
+
+    def event_id(self) -> str:
+        return f"traj-{self.execution}-{self.index}-{self.attempt}"
+
+
+class Started(TrajEvent, frozen=True, kw_only=True, tag="traj.started.v1"):
+    """The first event of an execution's log (attempt 0), with the dispatch that it answers."""
+
+    dispatch: EpisodeDispatch
+    replica: str
+
+
+class TakenOver(TrajEvent, frozen=True, kw_only=True, tag="traj.taken_over.v1"):
+    """Another replica (or the same, started again) continues from the log; the former writer is fenced off."""
+
+    replica: str
+
+
+class SandboxOpened(TrajEvent, frozen=True, kw_only=True, tag="traj.sandbox.v1"):
+    sandbox: str
+    node: str
+    isolated: bool
+
+
+class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
+    """One model call: token ids in, token ids out."""
+
+    call: str
+    """Identifier, unique in the execution."""
+    turn: int
+    request_digest: str
+    """SHA-256 of the client's request body, for answering a retry from the log."""
+    parent: str | None
+    """The call whose prompt and completion this prompt extends."""
+    prefix_tokens: int
+    """How many leading tokens of the prompt are the parent's prompt and completion."""
+    prompt_ids: tuple[int, ...]
+    """The prompt's new token ids, after the prefix."""
+    sampled_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Behaviour log-prob of each sampled token, natural logarithm, of the distribution that was sampled from."""
+    versions: tuple[VersionSpan, ...]
+    temperature: float
+    finish_reason: Literal["stop", "length"]
+    text: str
+    """The completion as the agent saw it."""
+    hosts: tuple[str, ...]
+    """Which hosts sampled it, in order; more than one when it was moved."""
+    parked_s: float = 0.0
+    """How long it waited because no host was in the rollout role."""
+    duration_s: float = 0.0
+
+
+class ToolResult(TrajEvent, frozen=True, kw_only=True, tag="traj.tool.v1"):
+    """One command of the agent, run in the sandbox."""
+
+    turn: int
+    exec_id: str
+    command: str
+    exit_code: int | None
+    output: str
+    """What the agent was shown."""
+    output_bytes: int
+    """How much there was."""
+    timed_out: bool
+    duration_s: float = 0.0
+
+
+class Suspended(TrajEvent, frozen=True, kw_only=True, tag="traj.suspended.v1"):
+    """A call is parked: no host is in the rollout role. The sandbox's lease is kept."""
+
+    turn: int
+
+
+class Resumed(TrajEvent, frozen=True, kw_only=True, tag="traj.resumed.v1"):
+    turn: int
+    waited_s: float
+
+
+class Part(Record, frozen=True, kw_only=True):
+    """One named part of a verifier's result, on the fixed scale 0 to 1."""
+
+    name: str
+    weight: float
+    value: float
+    output: str = ""
+
+
+class Verified(TrajEvent, frozen=True, kw_only=True, tag="traj.verified.v1"):
+    """What the verifier found in the sandbox. The score itself is computed by `trajectory`."""
+
+    parts: tuple[Part, ...]
+    infra_error: str | None = None
+    """The evaluation itself failed: this is not a zero."""
+
+
+class Ended(TrajEvent, frozen=True, kw_only=True, tag="traj.ended.v1"):
+    reason: EndReason
+    detail: str | None = None
+    turns: int
+    sampled_tokens: int
+    duration_s: float
+    members: tuple[str, ...]
+    """All executions of the group, so that a reader of this event alone knows when the group is whole."""
+
+
+AnyTrajEvent = Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Verified | Ended

@@ -1,0 +1,169 @@
+"""Updates (stream UPDATES) and the requests between the trainer and the cells that train.
+
+An update is a bag of groups. A cell in the TRAIN role pulls one group after another (`pull`), adds its gradient to
+its own accumulator and hands over (`hand_over`) when it is told to flush or when it leaves. The trainer commits when
+all groups of the update are in contributions that it holds. `attempt` fences: a trainer that was started again opens
+the same update under a new attempt, and what belongs to the old one is refused.
+"""
+
+from typing import ClassVar
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event, Record
+from opengyre.proto.group import GroupReady
+from opengyre.proto.run import Optimization
+from opengyre.proto.weights import Manifest
+
+
+class UpdateStats(Record, frozen=True, kw_only=True):
+    """Sums over the trained tokens of a contribution; means are taken at the commit."""
+
+    executions: int = 0
+    tokens: int = 0
+    path_tokens: int = 0
+    loss: float = 0.0
+    """Sum of weighted losses: the value of the objective's share."""
+    clipped_tokens: int = 0
+    kl_sum: float = 0.0
+    """Sum over tokens of the k3 estimate of KL(behaviour || policy)."""
+    entropy_sum: float = 0.0
+    logprob_gap_sum: float = 0.0
+    """Sum over tokens sampled by the base version of |trainer log-prob - behaviour log-prob|."""
+    logprob_gap_tokens: int = 0
+    score_sum: float = 0.0
+    zero_variance_groups: int = 0
+
+
+class UpdateEvent(Event, frozen=True, kw_only=True):
+    stream: ClassVar[str] = subjects.UPDATES
+    run: str
+    update: int
+    """Number of the update, from 1: it makes version `update` of version `update - 1`."""
+    attempt: str
+
+
+class Opened(UpdateEvent, frozen=True, kw_only=True, tag="update.opened.v1"):
+    groups: int
+    """How many groups it will hold."""
+
+    def event_id(self) -> str:
+        return f"update-{self.run}-{self.update}-{self.attempt}-opened"
+
+
+class Joined(UpdateEvent, frozen=True, kw_only=True, tag="update.joined.v1"):
+    host: str
+    boot: str
+
+    def event_id(self) -> str:
+        return f"update-{self.run}-{self.update}-{self.attempt}-{self.host}-{self.boot}-joined"
+
+
+class Contributed(UpdateEvent, frozen=True, kw_only=True, tag="update.contributed.v1"):
+    host: str
+    contribution: str
+    groups: tuple[str, ...]
+    gradient: str
+    """Blob reference (`sha256:...`) of the accumulated gradient, safetensors, float32."""
+    stats: UpdateStats
+
+    def event_id(self) -> str:
+        return f"update-{self.run}-{self.update}-{self.attempt}-{self.contribution}"
+
+
+class Left(UpdateEvent, frozen=True, kw_only=True, tag="update.left.v1"):
+    host: str
+    boot: str
+    reason: str
+
+    def event_id(self) -> str:
+        return f"update-{self.run}-{self.update}-{self.attempt}-{self.host}-{self.boot}-left"
+
+
+class Committed(UpdateEvent, frozen=True, kw_only=True, tag="update.committed.v1"):
+    version: int
+    """The version it made."""
+    published: bool
+    """Whether the version was published (the end of a burst) or only kept by the trainer."""
+    groups: tuple[str, ...]
+    executions: tuple[str, ...]
+    staleness: tuple[int, ...]
+    """`d` of each group, in the order of `groups`."""
+    score: float
+    """Mean score of the update's executions."""
+    gradient_norm: float
+    skipped: str | None = None
+    """Why the optimizer did not step (a gradient that is not finite)."""
+    stats: UpdateStats
+    opened_s: float = 0.0
+    """Seconds from opening to commit, on the trainer's clock."""
+
+    def event_id(self) -> str:
+        return f"update-{self.run}-{self.update}-committed"
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="update.finished.v1"):
+    stream: ClassVar[str] = subjects.UPDATES
+    run: str
+    update: int
+    version: int
+
+    def event_id(self) -> str:
+        return f"update-{self.run}-finished"
+
+
+AnyUpdateEvent = Opened | Joined | Contributed | Left | Committed | RunFinished
+
+
+class PullRequest(Record, frozen=True, kw_only=True):
+    """`gyre.v1.rpc.trainer.any.pull`: a cell asks for work."""
+
+    host: str
+    boot: str
+    update: int | None = None
+    """The update that its accumulator belongs to, if it holds one."""
+    attempt: str | None = None
+    holding: tuple[str, ...] = ()
+    """Groups in its accumulator."""
+
+
+class WorkItem(Record, frozen=True, kw_only=True):
+    update: int
+    attempt: str
+    base: Manifest
+    """The weights to compute the gradient at (version `update - 1`)."""
+    group: GroupReady
+    weight: float
+    """Of each execution: 1 / (executions of the update). A token's weight is this over its execution's trained tokens
+    (the paper's two averages)."""
+    optimization: Optimization
+
+
+class PullReply(Record, frozen=True, kw_only=True):
+    """Exactly one of `item`, `flush` and `wait` is set."""
+
+    item: WorkItem | None = None
+    flush: bool = False
+    """Hand over what you hold: the update has no further groups."""
+    discard: bool = False
+    """What you hold belongs to an update that is no more: drop it."""
+    wait: str | None = None
+    """Nothing to do now, and what it is waiting for."""
+
+
+class HandOver(Record, frozen=True, kw_only=True):
+    """`gyre.v1.rpc.trainer.any.hand_over`: a cell's accumulated gradient."""
+
+    host: str
+    boot: str
+    update: int
+    attempt: str
+    contribution: str
+    groups: tuple[str, ...]
+    gradient: str
+    stats: UpdateStats
+    leaving: bool = False
+
+
+class HandOverReply(Record, frozen=True, kw_only=True):
+    accepted: bool
+    reason: str | None = None
