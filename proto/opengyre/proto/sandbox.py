@@ -11,13 +11,14 @@ answers what the first one did or joins it while it runs, and changes nothing. D
 from collections.abc import Mapping
 from typing import Literal
 
-import msgspec
-
+from opengyre.proto.base import Record
+from opengyre.proto.subjects import rpc
 from opengyre.proto.task import Check
 
 SERVICE = "sandbox"
 VERBS = ("exec", "verify", "renew", "destroy", "list", "read", "write", "stat")
 
+# `RpcError.kind` of this service.
 ErrorKind = Literal[
     "sandbox_gone",  # it never was, was destroyed or its lease ran out: the episode cannot go on in it
     "sandbox_busy",  # the same id is used for something else just now; trying again later may work
@@ -28,30 +29,21 @@ ErrorKind = Literal[
 ]
 
 
-class RpcError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a call was not done."""
-
-    kind: str
-    """One of `ErrorKind`."""
-    message: str
-    """One sentence that names the thing and what is allowed."""
-
-
 def create_subject() -> str:
     """Where a sandbox is asked for; any replica answers."""
-    return "gyre.v1.rpc.sandbox.any.create"
+    return rpc(SERVICE, "any", "create")
 
 
 def node_subject(node: str, verb: str) -> str:
     """Where the sandboxes of ``node`` are reached; ``verb`` is one of `VERBS`."""
-    return f"gyre.v1.rpc.sandbox.{node}.{verb}"
+    return rpc(SERVICE, node, verb)
 
 
-class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxSpec(Record, frozen=True, kw_only=True):
     """What a sandbox shall be (verb ``create``, answered by `SandboxRef`)."""
 
     sandbox: str
-    """Id given by the caller (execution id and attempt), ``[A-Za-z0-9_-]{1,120}``; create is idempotent by it."""
+    """Id given by the caller (execution id and attempt), ``[A-Za-z0-9_-]{1,96}``; create is idempotent by it."""
     owner: str
     """Who holds the lease: the service instance or the execution that it is for."""
     labels: Mapping[str, str] = {}
@@ -72,7 +64,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """It is removed this long after its last use."""
 
 
-class SandboxRef(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxRef(Record, frozen=True, kw_only=True):
     """Where a sandbox is."""
 
     sandbox: str
@@ -85,13 +77,13 @@ class SandboxRef(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until it is removed, if it is neither used nor renewed."""
 
 
-class ExecRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ExecRequest(Record, frozen=True, kw_only=True):
     """Run a command by ``sh`` in ``/workspace`` (verb ``exec``, answered by `ExecResult`)."""
 
     sandbox: str
     """The sandbox's id."""
     exec_id: str
-    """Id given by the caller, ``[A-Za-z0-9_-]{1,120}``, unique in its sandbox; the command runs once for it."""
+    """Id given by the caller, ``[A-Za-z0-9_-]{1,96}``, unique in its sandbox; the command runs once for it."""
     command: str
     """Shell text, of any length up to 4 MiB."""
     timeout_s: float = 30.0
@@ -100,7 +92,7 @@ class ExecRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes of each stream in the answer; what is longer keeps its head and its tail."""
 
 
-class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+class ExecResult(Record, frozen=True, kw_only=True):
     """What a command did."""
 
     exec_id: str
@@ -129,7 +121,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it ran in namespaces of its own."""
 
 
-class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyRequest(Record, frozen=True, kw_only=True):
     """Run checks after ending all that the agent left running (verb ``verify``, answered by `VerifyResult`)."""
 
     sandbox: str
@@ -142,7 +134,7 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """For each check."""
 
 
-class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(Record, frozen=True, kw_only=True):
     """One check's outcome."""
 
     name: str
@@ -157,7 +149,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why it could not be evaluated (late, killed); then the whole result is not valid."""
 
 
-class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyResult(Record, frozen=True, kw_only=True):
     """What the checks said. A failed evaluation is not a zero: look at ``valid`` first."""
 
     verify_id: str
@@ -176,7 +168,7 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Whether they ran in namespaces of their own."""
 
 
-class RenewRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RenewRequest(Record, frozen=True, kw_only=True):
     """Lengthen a lease (verb ``renew``, answered by `SandboxRef`); it never gets shorter."""
 
     sandbox: str
@@ -187,14 +179,14 @@ class RenewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """From now."""
 
 
-class DestroyRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DestroyRequest(Record, frozen=True, kw_only=True):
     """End a sandbox (verb ``destroy``, answered by `DestroyResult`); waits for nothing that runs in it."""
 
     sandbox: str
     """The sandbox's id."""
 
 
-class DestroyResult(msgspec.Struct, frozen=True, kw_only=True):
+class DestroyResult(Record, frozen=True, kw_only=True):
     """After this nothing of it is left."""
 
     sandbox: str
@@ -203,14 +195,14 @@ class DestroyResult(msgspec.Struct, frozen=True, kw_only=True):
     """False where there was none."""
 
 
-class ListRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ListRequest(Record, frozen=True, kw_only=True):
     """Find sandboxes (verb ``list``, answered by `ListResult`)."""
 
     labels: Mapping[str, str] = {}
     """Only those that carry all of these."""
 
 
-class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxInfo(Record, frozen=True, kw_only=True):
     """A live sandbox (verb ``stat`` answers one)."""
 
     sandbox: str
@@ -233,21 +225,21 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the commands that run just now."""
 
 
-class ListResult(msgspec.Struct, frozen=True, kw_only=True):
+class ListResult(Record, frozen=True, kw_only=True):
     """Live sandboxes of one node."""
 
     sandboxes: tuple[SandboxInfo, ...]
     """In order of creation."""
 
 
-class StatRequest(msgspec.Struct, frozen=True, kw_only=True):
+class StatRequest(Record, frozen=True, kw_only=True):
     """Look at a sandbox (verb ``stat``, answered by `SandboxInfo`)."""
 
     sandbox: str
     """The sandbox's id."""
 
 
-class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReadRequest(Record, frozen=True, kw_only=True):
     """Read a regular file (verb ``read``, answered by `ReadResult`)."""
 
     sandbox: str
@@ -258,14 +250,14 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes; a larger file is an ``output_limit`` error."""
 
 
-class ReadResult(msgspec.Struct, frozen=True, kw_only=True):
+class ReadResult(Record, frozen=True, kw_only=True):
     """A file's content."""
 
     data: bytes
     """Its bytes (base64 in JSON)."""
 
 
-class WriteRequest(msgspec.Struct, frozen=True, kw_only=True):
+class WriteRequest(Record, frozen=True, kw_only=True):
     """Write a regular file, making its folders (verb ``write``, answered by `WriteResult`)."""
 
     sandbox: str
@@ -278,7 +270,7 @@ class WriteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Permission bits."""
 
 
-class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
+class WriteResult(Record, frozen=True, kw_only=True):
     """A file was written."""
 
     path: str
