@@ -1,0 +1,1 @@
+"""The arithmetic of learning: advantages, the loss on a table of events, gradients as sums, the guarded update."""

@@ -1,0 +1,1 @@
+"""Shell tasks for the tiny policy: their generator, their scripted demonstrator, the warm start of a policy on them."""
