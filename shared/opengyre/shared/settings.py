@@ -1,0 +1,170 @@
+"""Settings: one TOML file (`gyre.toml`, or the path in `GYRE_CONFIG`) and the environment (`GYRE_<SECTION>__<KEY>`).
+
+The environment wins over the file, the file over the defaults. Unknown keys are refused. Each service writes the
+resolved form beside its state (`<state_dir>/settings/<service>-<replica>.json`), secrets left out.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+PREFIX = "GYRE_"
+OUTSIDE = {"GYRE_CONFIG", "GYRE_TEST_DATA", "GYRE_STATE_DIR"}
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message names the key and what is allowed."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BusSettings(Section):
+    url: str = Field(default="nats://127.0.0.1:4222", description="NATS server, or several separated by commas")
+    replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream; 3 on a cluster")
+
+
+class CacheSettings(Section):
+    url: str | None = Field(default=None, description="Valkey or Redis for hot blobs; without it, files alone")
+    ttl_s: int = Field(default=3600, ge=1)
+
+
+class HttpSettings(Section):
+    bind: str = Field(default="127.0.0.1", description="address that a service listens on")
+    port: int = Field(default=0, ge=0, le=65535, description="0 takes a free one")
+    advertise: str | None = Field(default=None, description="host name for others; default: the bind address")
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "json"
+
+
+class GatewaySettings(Section):
+    api_keys: tuple[SecretStr, ...] = Field(default=(), description="accepted keys; none: no key is asked for")
+    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    max_pending_tasks: int = Field(default=100_000, ge=1, description="submitted and not yet admitted; above it, 429")
+
+
+class AllocatorSettings(Section):
+    lease_s: int = Field(default=4, ge=2, le=300, description="time to live of the leader's lease")
+    tick_s: float = Field(default=0.25, gt=0, le=60, description="how often it looks when nothing happens")
+
+
+class RolloutSettings(Section):
+    max_episodes: int = Field(default=64, ge=1, description="live episodes of one replica")
+    sandbox_ttl_s: int = Field(default=120, ge=5, description="lease of a sandbox; renewed at a third of it")
+    call_timeout_s: float = Field(default=600, gt=0, description="bound of one model call, without parking")
+
+
+class SandboxSettings(Section):
+    node: str = Field(default="node0", description="name of this node, stable over restarts")
+    workspace_mb: int = Field(default=16, ge=1)
+    memory_mb: int = Field(default=256, ge=16)
+    pids: int = Field(default=64, ge=4)
+    max_sandboxes: int = Field(default=512, ge=1)
+    allow_unisolated: bool = Field(default=False, description="go on where no isolation can be had")
+
+
+class TrajectorySettings(Section):
+    concurrency: int = Field(default=8, ge=1)
+
+
+class TrainerSettings(Section):
+    keep_checkpoints: int = Field(default=3, ge=1)
+    cell_timeout_s: float = Field(default=10, gt=0, description="a cell silent for so long is given up")
+
+
+class HostSettings(Section):
+    host: str = Field(default="host0", description="name of this host, stable over restarts")
+    cell: str | None = Field(default=None, description="cell it belongs to; default: a cell of its own")
+    engine: Literal["tiny"] = "tiny"
+    threads: int = Field(default=1, ge=1)
+    capacity: int = Field(default=32, ge=1, description="calls it serves at full speed")
+    heartbeat_s: float = Field(default=1.0, gt=0, le=60)
+    lost_after_s: int = Field(default=5, ge=2, description="time to live of its heartbeat")
+
+
+class Settings(Section):
+    state_dir: Path = Path(".gyre")
+    log: LogSettings = LogSettings()
+    bus: BusSettings = BusSettings()
+    cache: CacheSettings = CacheSettings()
+    http: HttpSettings = HttpSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    allocator: AllocatorSettings = AllocatorSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    sandbox: SandboxSettings = SandboxSettings()
+    trajectory: TrajectorySettings = TrajectorySettings()
+    trainer: TrainerSettings = TrainerSettings()
+    host: HostSettings = HostSettings()
+
+    def resolved(self) -> str:
+        """JSON of every setting as it is in force; secrets are masked."""
+        return self.model_dump_json(indent=2)
+
+
+def load(path: Path | None = None, environment: dict[str, str] | None = None) -> Settings:
+    """Read the settings. Raises `SettingsError` with one sentence."""
+    env = dict(os.environ if environment is None else environment)
+    chosen = path or (Path(env["GYRE_CONFIG"]) if env.get("GYRE_CONFIG") else None)
+    document = _read_toml(chosen) if chosen else _read_toml(Path("gyre.toml"), optional=True)
+    if "GYRE_STATE_DIR" in env:
+        document["state_dir"] = env["GYRE_STATE_DIR"]
+    for name, value in sorted(env.items()):
+        if name.startswith(PREFIX) and name not in OUTSIDE:
+            _place(document, name, value)
+    try:
+        return Settings.model_validate(document)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error, chosen)) from error
+
+
+def _read_toml(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if optional:
+            return {}
+        raise SettingsError(f"settings file {path} does not exist") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"settings file {path} cannot be read: {error.strerror}") from error
+
+
+def _place(document: dict[str, Any], name: str, value: str) -> None:
+    section, _, key = name.removeprefix(PREFIX).lower().partition("__")
+    sections = {n: f.annotation for n, f in Settings.model_fields.items() if n != "state_dir"}
+    if section not in sections:
+        raise SettingsError(
+            f"environment variable {name}: there is no section {section!r}; allowed: {', '.join(sections)}"
+        )
+    kind = sections[section]
+    assert isinstance(kind, type)
+    assert issubclass(kind, Section)
+    if key not in kind.model_fields:
+        raise SettingsError(
+            f"environment variable {name}: there is no key {key!r}; allowed: {', '.join(kind.model_fields)}"
+        )
+    target = document.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise SettingsError(f"{section} must be a table")
+    many = "tuple" in str(kind.model_fields[key].annotation)
+    target[key] = tuple(part.strip() for part in value.split(",") if part.strip()) if many else value
+
+
+def _sentence(error: ValidationError, path: Path | None) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    source = f" (in {path} or the environment)" if path else ""
+    if first["type"] == "extra_forbidden":
+        model: Any = Settings
+        for part in first["loc"][:-1]:
+            model = model.model_fields[str(part)].annotation
+        return f"unknown setting {where}{source}; allowed here: {', '.join(model.model_fields)}"
+    return f"setting {where} is {first['input']!r}{source}: {first['msg']}"

@@ -1,0 +1,108 @@
+"""Fixtures that every suite may use: a real NATS server and Valkey on free ports, ended by the test that began them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from opengyre.shared import embedded
+from opengyre.shared.bus import Bus, bootstrap
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class Process:
+    """A program that a test starts, kills, freezes and starts again on the same port."""
+
+    def __init__(self, command: list[str], port: int, log: Path) -> None:
+        self.command = command
+        self.port = port
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-2000:]
+            time.sleep(0.02)
+        raise AssertionError(f"{self.command[0]} did not listen on {self.port}")
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, and wait for it to be gone."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(10)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+class NatsServer(Process):
+    def __init__(self, folder: Path) -> None:
+        port = embedded.free_port()
+        super().__init__(embedded.nats_command(folder, port), port, folder / "nats.log")
+        self.url = f"nats://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Process]:
+    port = embedded.free_port()
+    folder = tmp_path / "valkey"
+    server = Process(embedded.valkey_command(folder, port), port, folder / "valkey.log")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
+    """A connection to a server on which the bootstrap has run."""
+    async with Bus(nats_server.url, "test") as connection:
+        await bootstrap(connection)
+        yield connection
+
+
+@pytest.fixture
+def python() -> str:
+    return sys.executable
+
+
+async def eventually(condition, timeout_s: float = 10.0, every_s: float = 0.02) -> None:  # noqa: ANN001
+    """Wait until `condition()` (plain or async) is true; fail after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            value = condition()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(every_s)

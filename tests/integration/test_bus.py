@@ -1,0 +1,164 @@
+"""The bus against a real server: each test is named after the rule or the finding it holds."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from opengyre.proto import subjects
+from opengyre.proto.service import Empty, Wait
+from opengyre.proto.task import Check, TaskSpec, TaskSubmitted
+from opengyre.shared.bus import (
+    Bucket,
+    Bus,
+    ConflictError,
+    Endpoint,
+    FencedError,
+    Lease,
+    LeaseOwner,
+    Rejected,
+    RpcFailedError,
+    bootstrap,
+    call,
+    follow,
+    read,
+    serving,
+    work,
+)
+
+
+def submitted(number: int) -> TaskSubmitted:
+    spec = TaskSpec(task=f"t{number}", instruction="x", checks=(Check(name="a", command="true", weight=1.0),))
+    return TaskSubmitted(run="r", task=spec.task, spec=spec)
+
+
+def subject(number: int) -> str:
+    return subjects.task("r", f"t{number}", "submitted")
+
+
+async def test_bootstrap_twice_changes_nothing(bus: Bus) -> None:
+    assert await bootstrap(bus) == []
+
+
+async def test_a_repeated_publish_is_one_message(bus: Bus) -> None:
+    first = await bus.publish(subject(1), submitted(1))
+    assert await bus.publish(subject(1), submitted(1)) == first
+    assert [stored.event() for stored in await read(bus, subjects.TASKS, "gyre.v1.task.>")] == [submitted(1)]
+
+
+async def test_a_writer_that_was_replaced_is_fenced(bus: Bus) -> None:
+    scope = "gyre.v1.task.r.>"
+    last = await bus.append(subject(1), submitted(1), scope=scope, last=0)
+    with pytest.raises(FencedError):
+        await bus.append(subject(2), submitted(2), scope=scope, last=0)
+    assert await bus.append(subject(1), submitted(1), scope=scope, last=0) == last, "our own in-doubt append"
+
+
+async def test_follow_goes_on_after_a_restart_of_the_server(bus: Bus, nats_server) -> None:
+    seen: list[str] = []
+    got = asyncio.Event()
+
+    async def reader() -> None:
+        async for stored in follow(bus, subjects.TASKS, "gyre.v1.task.>"):
+            seen.append(stored.subject)
+            got.set()
+
+    task = asyncio.create_task(reader())
+    await bus.publish(subject(1), submitted(1))
+    await asyncio.wait_for(got.wait(), 10)
+    got.clear()
+    await asyncio.to_thread(nats_server.kill)
+    await asyncio.to_thread(nats_server.start)
+    await bus.publish(subject(2), submitted(2))
+    await asyncio.wait_for(got.wait(), 15)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert seen == [subject(1), subject(2)]
+
+
+async def test_work_acknowledges_retries_and_buries(bus: Bus) -> None:
+    stop = asyncio.Event()
+    seen: list[tuple[str, int]] = []
+
+    async def handler(event, delivery) -> None:
+        assert isinstance(event, TaskSubmitted)
+        seen.append((event.task, delivery.deliveries))
+        if event.task == "t1" and delivery.deliveries == 1:
+            raise RuntimeError("once")
+        if event.task == "t2":
+            raise Rejected("never")
+        if len(seen) >= 4:
+            stop.set()
+
+    for number in (1, 2, 3):
+        await bus.publish_raw(
+            subjects.episode_dispatch("r"), __import__("msgspec").json.encode(submitted(number)), f"m{number}", "x"
+        )
+    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop, concurrency=2), 20)
+    assert ("t1", 2) in seen
+    letters = await read(bus, subjects.DLQ, "gyre.v1.dlq.>")
+    assert [letter.event().error for letter in letters] == ["never"]  # type: ignore[attr-defined]
+    info = await bus.stream_info(subjects.EPISODES)
+    assert info.state.messages == 0
+
+
+async def test_rpc_answers_errors_and_values(bus: Bus) -> None:
+    async def echo(request: Wait) -> Wait:
+        if request.what == "bad":
+            raise RpcFailedError("not_allowed", "what is bad; allowed is good")
+        return request
+
+    async with serving(bus, "gateway", "any", {"echo": Endpoint(Wait, echo)}):
+        wait = Wait(what="good", since_s=1.0, bound_s=None)
+        assert await call(bus, "gateway", "any", "echo", wait, Wait) == wait
+        with pytest.raises(RpcFailedError, match="allowed is good") as error:
+            await call(bus, "gateway", "any", "echo", Wait(what="bad", since_s=0, bound_s=None), Wait)
+        assert error.value.kind == "not_allowed"
+        with pytest.raises(RpcFailedError):
+            await call(bus, "gateway", "any", "echo", Empty(), Wait)
+
+
+async def test_bucket_compares_and_sets(bus: Bus) -> None:
+    bucket = Bucket(bus, subjects.KV_RUNS, LeaseOwner)
+    revision = await bucket.create("k", LeaseOwner("a"))
+    with pytest.raises(ConflictError):
+        await bucket.create("k", LeaseOwner("b"))
+    await bucket.update("k", LeaseOwner("c"), revision)
+    with pytest.raises(ConflictError):
+        await bucket.update("k", LeaseOwner("d"), revision)
+    found = await bucket.get("k")
+    assert found is not None
+    assert found[0].owner == "c"
+    await bucket.delete("k")
+    assert await bucket.get("k") is None
+    await bucket.create("k", LeaseOwner("e"))
+
+
+async def test_view_sees_changes_expiry_and_a_restart(bus: Bus, nats_server) -> None:
+    bucket = Bucket(bus, subjects.KV_HOSTS, LeaseOwner)
+    await bucket.put("a", LeaseOwner("1"))
+    await bucket.put("b", LeaseOwner("1"), ttl_s=1)
+
+    async with bucket.view() as view, asyncio.timeout(25):
+        assert view.values == {"a": LeaseOwner("1"), "b": LeaseOwner("1")}
+        while "b" in view.values:
+            await view.changed(1)
+        await asyncio.to_thread(nats_server.kill)
+        await asyncio.to_thread(nats_server.start)
+        await bucket.put("a", LeaseOwner("2"))
+        while view.values["a"].owner != "2":
+            await view.changed(1)
+
+
+async def test_lease_is_handed_over_after_expiry(bus: Bus) -> None:
+    bucket = Bucket(bus, subjects.KV_LEASES, LeaseOwner)
+    mine, theirs = Lease(bucket, "leader.x", "me", 1), Lease(bucket, "leader.x", "them", 1)
+    assert await mine.acquire()
+    assert not await theirs.acquire()
+    assert await mine.renew()
+    async with asyncio.timeout(10):
+        while not await theirs.acquire():
+            await asyncio.sleep(0.1)
+    assert theirs.token > mine.token
+    assert not await mine.renew()
