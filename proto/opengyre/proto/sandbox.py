@@ -52,12 +52,12 @@ class SandboxSpec(Record, frozen=True, kw_only=True):
     """Text files to start with; a path is relative to ``/workspace`` or lies under it."""
     env: Mapping[str, str] = {}
     """Environment of every command, beside PATH, HOME, LANG and TERM."""
-    workspace_mb: int = 16
-    """Size of ``/workspace``, and of ``/tmp``, in MiB."""
-    memory_mb: int = 512
-    """Memory of all its processes and files together, in MiB."""
-    pids: int = 64
-    """Most processes and threads at once."""
+    workspace_mb: int | None = None
+    """Size of ``/workspace``, and of ``/tmp``, in MiB; None takes the node's setting (16)."""
+    memory_mb: int | None = None
+    """Memory of all its processes and files together, in MiB; None takes the node's setting (256)."""
+    pids: int | None = None
+    """Most processes and threads at once; None takes the node's setting (64)."""
     ttl_s: float = 3600.0
     """It is removed this long after its creation or last renewal, whatever happens."""
     idle_ttl_s: float = 1800.0

@@ -1,0 +1,96 @@
+"""What a request may hold. Pure: each function returns the value as it is to be used or raises `InvalidRequest`."""
+
+import posixpath
+import re
+
+from opengyre.proto.sandbox import ExecRequest, SandboxSpec, VerifyRequest
+from opengyre.sandbox.core import InvalidRequest, Spec
+
+ROOTS = ("/workspace", "/tmp", "/logs")  # noqa: S108 - the sandbox's own
+COMMAND_LIMIT = 4 << 20
+OUTPUT_LIMIT = 1 << 20
+FILE_LIMIT = 4 << 20
+ENV_LIMIT = 16 << 10
+_ID = re.compile(r"[A-Za-z0-9_-]{1,96}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = ("GYRE_EXEC", "GYRE_SANDBOX")
+
+
+def identifier(field: str, value: str) -> str:
+    """An id that is one subject token and one file name."""
+    if not _ID.fullmatch(value):
+        raise InvalidRequest(f"{field} is {value[:120]!r}; allowed are 1 to 96 of A-Z, a-z, 0-9, _ and -")
+    return value
+
+
+def between(field: str, value: float, low: float, high: float) -> None:
+    """A number in a range; NaN is in none."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"{field} is {value:g}; allowed is {low:g} to {high:g}")
+
+
+def path(field: str, value: str) -> str:
+    """Absolute path in the sandbox, under one of `ROOTS`."""
+    full = posixpath.normpath(posixpath.join("/workspace", value))
+    if not value or "\0" in value or len(value) > 4000 or not any(full.startswith(f"{root}/") for root in ROOTS):
+        raise InvalidRequest(f"{field} is {value[:200]!r}; allowed is a file under /workspace, /tmp or /logs")
+    return full
+
+
+def spec(value: SandboxSpec, defaults: Spec) -> tuple[Spec, dict[str, str]]:
+    """A new sandbox with the node's ``defaults`` for what is not said, and its files by absolute path."""
+    identifier("sandbox", value.sandbox)
+    if not value.owner or len(value.owner) > 200:
+        raise InvalidRequest("owner is empty or too long; allowed are 1 to 200 characters")
+    made = Spec(
+        sandbox=value.sandbox,
+        env=value.env,
+        workspace_mb=defaults.workspace_mb if value.workspace_mb is None else value.workspace_mb,
+        memory_mb=defaults.memory_mb if value.memory_mb is None else value.memory_mb,
+        pids=defaults.pids if value.pids is None else value.pids,
+    )
+    between("workspace_mb", made.workspace_mb, 1, 1 << 16)
+    between("memory_mb", made.memory_mb, 16, 1 << 20)
+    between("pids", made.pids, 4, 1 << 15)
+    between("ttl_s", value.ttl_s, 0.05, 30 * 86400)
+    between("idle_ttl_s", value.idle_ttl_s, 0.05, 30 * 86400)
+    _environment(value)
+    files = {path("files", name): text for name, text in value.files.items()}
+    size = sum(len(text.encode("utf-8", "surrogateescape")) for text in files.values())
+    if size > made.workspace_mb << 20:
+        raise InvalidRequest(f"files hold {size} bytes; allowed are workspace_mb = {made.workspace_mb} MiB")
+    return made, files
+
+
+def _environment(value: SandboxSpec) -> None:
+    for name, text in value.env.items():
+        if not _VARIABLE.fullmatch(name) or name in _RESERVED or "\0" in text:
+            raise InvalidRequest(f"env has {name[:100]!r}; allowed are shell variable names other than {_RESERVED}")
+    if sum(len(name) + len(text) for name, text in value.env.items()) > ENV_LIMIT:
+        raise InvalidRequest(f"env is too long; allowed are {ENV_LIMIT} characters together")
+
+
+def command(value: str) -> None:
+    """Text for the shell."""
+    if "\0" in value or len(value) > COMMAND_LIMIT:
+        raise InvalidRequest(f"command holds a NUL or is too long; allowed are {COMMAND_LIMIT} characters without NUL")
+
+
+def execution(value: ExecRequest) -> None:
+    """All fields of a command."""
+    identifier("exec_id", value.exec_id)
+    command(value.command)
+    between("timeout_s", value.timeout_s, 0.01, 86400)
+    between("output_limit", value.output_limit, 0, OUTPUT_LIMIT)
+
+
+def verification(value: VerifyRequest) -> None:
+    """All fields of a verification."""
+    identifier("verify_id", value.verify_id)
+    between("timeout_s", value.timeout_s, 0.01, 86400)
+    names = [check.name for check in value.checks]
+    if not names or len(set(names)) < len(names):
+        raise InvalidRequest("checks are none or share a name; allowed is at least one, each with a name of its own")
+    for check in value.checks:
+        command(check.command)
+        between(f"weight of check {check.name[:100]!r}", check.weight, 0, 1e9)

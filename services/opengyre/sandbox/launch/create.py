@@ -1,0 +1,190 @@
+"""Starting a sandbox: user namespace, bubblewrap, first files; and undoing all of it where one step fails.
+
+The order matters. The child that becomes bubblewrap is written down (``bwrap.pid``) while it still waits for a byte
+to go on, so that a sweep can find it; it joins its cgroups before it loses the right to; it has an empty environment,
+because the first process of the sandbox shows the one that bubblewrap was started with. Its report of the first
+process's pid is read to the closing brace: ended early, the pipe would break and leave a process that waits for ever.
+"""
+
+import json
+import os
+import select
+import signal
+import time
+
+from opengyre.sandbox.launch import kernel
+from opengyre.sandbox.launch.files import WORKSPACE, Place, write_inside
+
+BOUND_S = 20.0
+IDS = 65536
+FIRST = b"sleep\0"
+
+
+class CreateError(Exception):
+    """The sandbox could not be made; the sentence says which step failed."""
+
+
+def create(request: dict) -> dict:
+    """Make a sandbox and return ``{pid, started, bwrap, bwrap_started}``; on any failure nothing of it is left."""
+    folder: str = request["folder"]
+    _record(folder, "creator.pid", {"pid": os.getpid(), "started": kernel.start_time(os.getpid())})
+    if request["plain"] is not None:
+        place = Place(0, 0, request["uid"], request["plain"])
+        write_inside(place, request["files_from"], own=False)
+        return {"pid": 0, "started": 0, "bwrap": 0, "bwrap_started": 0}
+    made: list[tuple[int, int]] = []
+    try:
+        return _create(request, folder, made)
+    except BaseException:
+        for pid, started in reversed(made):
+            _kill(pid, started)
+        raise
+
+
+def _kill(pid: int, started: int) -> None:
+    try:
+        fd = kernel.open_process(pid, started)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    finally:
+        os.close(fd)
+
+
+def _create(request: dict, folder: str, made: list[tuple[int, int]]) -> dict:
+    deadline = time.monotonic() + BOUND_S
+    go_read, go_write = os.pipe()
+    born_read, born_write = os.pipe()
+    info_read, info_write = os.pipe()
+    log = os.open(f"{folder}/bwrap.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    child = os.fork()
+    if child == 0:
+        for fd in (go_write, born_read, info_read):
+            os.close(fd)
+        _become_bwrap(request, go_read, born_write, info_write, log)
+    for fd in (go_read, born_write, info_write):
+        os.close(fd)
+    started = kernel.start_time(child) or 0
+    made.append((child, started))
+    _record(folder, "bwrap.pid", {"pid": child, "started": started})
+    if _read_until(born_read, b"\n", deadline) != b"\n":
+        raise CreateError(f"the namespace for the sandbox's users could not be made: {_log(folder)}")
+    if request["base"] is not None:
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:  # noqa: PTH123
+                file.write(f"0 {request['base']} {IDS}\n")
+    os.write(go_write, b"g")
+    info = _read_until(info_read, b"}", deadline)
+    try:
+        pid = int(json.loads(info)["child-pid"])
+    except (ValueError, KeyError) as error:
+        raise CreateError(f"bubblewrap did not start: {_log(folder)}") from error
+    first_started = kernel.start_time(pid) or 0
+    made.append((pid, first_started))
+    _wait_ready(pid, first_started, folder, deadline)
+    _spare(pid)
+    _spare(child)
+    place = Place(pid, first_started, request["uid"], WORKSPACE)
+    write_inside(place, request["files_from"], own=request["base"] is not None)
+    return {"pid": pid, "started": first_started, "bwrap": child, "bwrap_started": started}
+
+
+def _spare(pid: int) -> None:
+    """Let the kernel take anything else first when memory ends; only root may."""
+    try:
+        with open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+            file.write("-999")
+    except PermissionError:
+        return
+
+
+def _record(folder: str, name: str, value: dict) -> None:
+    with open(f"{folder}/{name}.tmp", "w", encoding="utf-8") as file:  # noqa: PTH123
+        json.dump(value, file)
+    os.rename(f"{folder}/{name}.tmp", f"{folder}/{name}")  # noqa: PTH104
+
+
+def _log(folder: str) -> str:
+    with open(f"{folder}/bwrap.log", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+        return file.read(500).strip() or "it said nothing"
+
+
+def _read_until(fd: int, end: bytes, deadline: float) -> bytes:
+    """Read a pipe until ``end`` was seen, its end, or the deadline."""
+    data = b""
+    while end not in data:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            raise CreateError(f"the sandbox was not ready after {BOUND_S:g} s")
+        chunk = os.read(fd, 4096)
+        if not chunk:
+            break
+        data += chunk
+    return data
+
+
+def _wait_ready(pid: int, started: int, folder: str, deadline: float) -> None:
+    """Wait until the first process is what it shall be: bubblewrap becomes it as its last step.
+
+    There is no event for this: a shell in between could say so, but shells set SIGCHLD back to its default.
+    """
+    while time.monotonic() < deadline:
+        if kernel.start_time(pid) != started:
+            raise CreateError(f"bubblewrap could not set the sandbox up: {_log(folder)}")
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+            if file.read(len(FIRST)) == FIRST:
+                return
+        time.sleep(0.0005)
+    raise CreateError(f"the sandbox was not ready after {BOUND_S:g} s")
+
+
+def _become_bwrap(request: dict, go: int, born: int, info: int, log: int) -> None:
+    try:
+        kernel.reset_signals()
+        # Ignored from here on, through bubblewrap, to the first process: so the kernel reaps orphans.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        os.setsid()
+        for path in request["cgroups"]:
+            with open(path, "w", encoding="ascii") as file:  # noqa: PTH123
+                file.write("0")
+        binary = os.open(request["bwrap"], os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(log, 2)
+        if request["base"] is not None:
+            kernel.unshare(kernel.CLONE_NEWUSER)
+        os.write(born, b"\n")
+        if os.read(go, 1) != b"g":
+            os._exit(1)
+        if request["base"] is not None:
+            os.setgroups([])
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+            # No user namespaces of its own: they would give a payload capabilities to try the kernel with.
+            with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:  # noqa: PTH123
+                file.write("0")
+        null = os.open("/dev/null", os.O_RDONLY)
+        high = [os.dup(fd) if fd < 10 else fd for fd in (null, info, binary)]
+        targets = {0: high[0], 1: high[0], 3: high[1]}
+        for target, source in targets.items():
+            os.dup2(source, target)
+        data_fds = _data_fds(request["data"], first=4)
+        os.dup2(high[2], 4 + data_fds, inheritable=False)
+        os.closerange(5 + data_fds, 1 << 16)
+        os.execve(4 + data_fds, request["args"], {})  # noqa: S606 - there is no shell to want
+    except BaseException as error:  # noqa: BLE001 - a forked child must never return into its parent's code
+        os.write(2, str(error).encode("utf-8", "replace")[:500])
+    os._exit(126)
+
+
+def _data_fds(contents: list[str], first: int) -> int:
+    """Put each text behind the next descriptor from ``first``, for bubblewrap to copy into the sandbox."""
+    made = []
+    for text in contents:
+        fd = os.memfd_create("data", os.MFD_CLOEXEC)
+        os.write(fd, text.encode())
+        os.lseek(fd, 0, os.SEEK_SET)
+        made.append(fd)
+    high = [os.dup(fd) if fd < first + len(made) else fd for fd in made]
+    for offset, fd in enumerate(high):
+        os.dup2(fd, first + offset)
+    return len(made)

@@ -1,0 +1,113 @@
+"""The system calls that Python 3.11 does not wrap. Linux only; every failure is an `OSError` with its errno."""
+
+import ctypes
+import os
+import signal
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+ALL_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_CAPABILITY_VERSION_3 = 0x20080522
+_EINVAL = 22
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _CapHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapData(ctypes.Structure):
+    _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Enter the namespaces of the process behind the pidfd ``fd``; a new pid namespace takes the next child."""
+    _check(_libc.setns(fd, flags), "setns")
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def drop_privileges(uid: int | None, gid: int | None) -> None:
+    """Become ``uid``/``gid`` (where given) with no capability left, none to be gained, and no debugger's view."""
+    if gid is not None and uid is not None:
+        os.setgroups([])
+        os.setresgid(gid, gid, gid)
+    # The bounding set is emptied while CAP_SETPCAP is still there; without it there is nothing to bound.
+    for capability in range(64):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            break
+    if uid is not None:
+        os.setresuid(uid, uid, uid)
+    # Kernels without ambient capabilities answer EINVAL.
+    if _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) != 0 and ctypes.get_errno() != _EINVAL:
+        _check(-1, "prctl(ambient)")
+    header = _CapHeader(_CAPABILITY_VERSION_3, 0)
+    data = (_CapData * 2)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(data)), "capset")
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
+
+
+def set_undumpable() -> None:
+    """Hide this process's memory and files from everyone without CAP_SYS_PTRACE."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(dumpable)")
+
+
+def start_time(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot, None where there is none (a zombie counts as none)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is not imported in the launcher
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def open_process(pid: int, started: int) -> int:
+    """A pidfd of exactly the process that started then; `ProcessLookupError` where it is gone."""
+    fd = os.pidfd_open(pid)
+    if start_time(pid) != started:
+        os.close(fd)
+        raise ProcessLookupError(pid)
+    return fd
+
+
+def enter(pid: int, started: int) -> None:
+    """Enter the namespaces of a sandbox's first process; the next child is born in its pid namespace."""
+    fd = open_process(pid, started)
+    try:
+        setns(fd, ALL_NAMESPACES)
+    finally:
+        os.close(fd)
+
+
+def wait_status(pid: int) -> int:
+    """Exit code of a child, 128 + signal where one ended it."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def reset_signals() -> None:
+    """Default dispositions, nothing blocked: a command must not inherit what Python ignores."""
+    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

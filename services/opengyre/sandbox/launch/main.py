@@ -1,0 +1,105 @@
+"""The launcher's loop: one packet a request, one forked child an answer. Ends when the service is gone.
+
+Requests and answers are JSON packets on the socket ``argv[1]``. Each request has an ``id``; a child answers
+``{"id": ..., "ok": {...}}`` or ``{"id": ..., "error": [kind, message]}``. An exec is answered when it was claimed,
+before it runs: its end is the end of the process named in the answer.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+
+from opengyre.sandbox.launch import create, execs, files, kernel, tree
+
+PACKET = 1 << 18
+
+
+def _exec(request: dict, answer) -> None:
+    start = execs.Start(request)
+    where = execs.claim(request["folder"], request["digest"])
+    if where is None:
+        answer({"ok": None})
+        return
+    answer({"ok": {"pid": os.getpid(), "started": kernel.start_time(os.getpid())}})
+    execs.monitor(where, start)
+
+
+def _create(request: dict, answer) -> None:
+    answer({"ok": create.create(request)})
+
+
+def _write(request: dict, answer) -> None:
+    with open(request["source"], "rb") as file:  # noqa: PTH123
+        data = file.read()
+
+    def work() -> None:
+        files.write(request["path"], data, request["mode"])
+
+    files.inside(files.Place.of(request), work)
+    answer({"ok": {}})
+
+
+def _read(request: dict, answer) -> None:
+    into = os.open(request["target"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def work() -> None:
+        files.read(request["path"], request["limit"], into)
+
+    files.inside(files.Place.of(request), work)
+    answer({"ok": {}})
+
+
+def _quiet(request: dict, answer) -> None:
+    """End all that runs in the sandbox but its first process."""
+    if request["pid"]:
+        files.inside(files.Place.of(request), tree.kill_everything)
+    else:
+        tree.kill_marked(request["marker"])
+    answer({"ok": {}})
+
+
+HANDLERS = {"exec": _exec, "create": _create, "write": _write, "read": _read, "quiet": _quiet}
+
+
+def _serve(connection: socket.socket, request: dict) -> None:
+    def answer(value: dict) -> None:
+        try:
+            connection.send(json.dumps({"id": request["id"], **value}).encode())
+        except OSError:
+            pass  # the service is gone; what was started is found by its records
+        finally:
+            connection.close()
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    try:
+        HANDLERS[request["op"]](request, answer)
+    except ProcessLookupError:
+        answer({"error": ["sandbox_gone", f"sandbox {request['sandbox']!r} has ended"]})
+    except (files.FileError, create.CreateError) as error:
+        answer({"error": [getattr(error, "kind", "infra_error"), str(error)]})
+    except OSError as error:
+        answer({"error": ["infra_error", f"{request['op']} failed: {error}"]})
+    except Exception as error:  # noqa: BLE001 - the service must hear of it instead of waiting
+        answer({"error": ["infra_error", f"{request['op']} failed: {error!r}"]})
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # Children are monitors that others wait for by pidfd; the kernel shall reap them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.disable()
+    gc.freeze()
+    while True:
+        packet = connection.recv(PACKET)
+        if not packet:
+            return
+        request = json.loads(packet)
+        if os.fork() == 0:
+            try:
+                _serve(connection, request)
+            finally:
+                os._exit(0)

@@ -1,0 +1,132 @@
+"""Killing what an exec started, and all that runs in a sandbox.
+
+A process may leave its session, its parent and its environment behind, so none of these alone finds it. What belongs
+to an exec is: its descendants, its session, what carries its marker, and, in a sandbox of its own, whatever started
+after it and does not carry the marker of another exec. First all are stopped, round after round until none is new (a
+stopped process does not fork, and the limit on processes bounds the rounds), then all are killed.
+"""
+
+import os
+import signal
+import time
+
+MARKER = "GYRE_EXEC"
+SANDBOX_MARKER = "GYRE_SANDBOX"
+BOUND_S = 3.0
+
+
+class Process:
+    """A row of /proc as the caller's pid namespace shows it."""
+
+    __slots__ = ("marker", "parent", "pid", "session", "started")
+
+    def __init__(self, pid: int, parent: int, session: int, started: int, marker: str | None) -> None:
+        self.pid = pid
+        self.parent = parent
+        self.session = session
+        self.started = started
+        self.marker = marker
+
+
+def belonging(table: list[Process], leader: int, marker: str, since: int | None) -> set[int]:
+    """Pids of the processes that belong to the exec with that marker; ``leader`` 0 where its number is not known. Pure.
+
+    ``since``: start of the exec in clock ticks, where the table holds one sandbox only, so that age and the lack of
+    another's marker decide as well.
+    """
+    mine = {row.pid for row in table if row.marker == marker or (leader and leader in (row.pid, row.session))}
+    if since is not None:
+        mine |= {row.pid for row in table if row.marker is None and row.started >= since}
+    grown = True
+    while grown:
+        more = {row.pid for row in table if row.parent in mine and row.pid not in mine}
+        grown = bool(more)
+        mine |= more
+    return mine - {1}
+
+
+def read_table(variable: str = MARKER) -> list[Process]:
+    """All processes that this process sees, but itself and the dead; the marker is the value of ``variable``."""
+    rows = []
+    own = os.getpid()
+    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not imported in the launcher
+        if not name.isdigit() or int(name) == own:
+            continue
+        try:
+            fields = _proc(name, "stat").rpartition(b")")[2].split()
+            environ = _proc(name, "environ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if fields[0] in (b"Z", b"X"):
+            continue
+        key = variable.encode() + b"="
+        values = [item[len(key) :].decode("utf-8", "replace") for item in environ.split(b"\0") if item.startswith(key)]
+        rows.append(Process(int(name), int(fields[1]), int(fields[3]), int(fields[19]), values[0] if values else None))
+    return rows
+
+
+def _proc(pid: str, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123
+            return file.read(1 << 16)
+    except PermissionError:
+        return b""
+
+
+def now_ticks() -> int:
+    """This moment in the unit of a process's start time."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _kill_all_of(leader: int, marker: str, since: int | None, variable: str = MARKER) -> None:
+    stopped: set[int] = set()
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        found = belonging(read_table(variable), leader, marker, since)
+        new = found - stopped
+        if not new:
+            break
+        for pid in new:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+
+
+def kill_tree(leader: int, marker: str, since: int | None) -> None:
+    """Kill an exec's processes. Called by its monitor, whose next child is born in the sandbox's pid namespace.
+
+    ``leader`` is the monitor's child, 0 where it has ended.
+    """
+    if leader:
+        _signal(leader, signal.SIGSTOP)
+    helper = os.fork()
+    if helper == 0:
+        try:
+            # In a pid namespace of its own the leader has another number; there the marker finds it.
+            _kill_all_of(0 if since is not None else leader, marker, since)
+        finally:
+            os._exit(0)
+    os.waitpid(helper, 0)
+    if leader:
+        _signal(leader, signal.SIGKILL)
+
+
+def kill_everything() -> None:
+    """Kill every process that this process may signal in its pid namespace, except the first one and itself."""
+    try:
+        os.kill(-1, signal.SIGKILL)  # one step for the kernel: nothing can fork its way out of it
+    except ProcessLookupError:
+        return
+
+
+def kill_marked(sandbox: str) -> None:
+    """Kill every process whose environment marks it as the sandbox's, with its descendants."""
+    _kill_all_of(0, sandbox, None, SANDBOX_MARKER)
