@@ -171,8 +171,10 @@ class View(Generic[T]):
             quiet = 0.0
             while generation == self._bus.generation and quiet < 10:
                 try:
-                    entry = await watcher.updates(timeout=0.5)
-                except nats.errors.TimeoutError:
+                    # Not `watcher.updates`: Python 3.11's wait_for loses a cancellation that comes with a result.
+                    async with asyncio.timeout(0.5):
+                        entry = await anext(watcher)
+                except TimeoutError:
                     quiet += 0.5
                     continue
                 quiet = 0.0
@@ -187,8 +189,9 @@ class View(Generic[T]):
                     if filling and entry.key in self.values:
                         found.add(entry.key)
         finally:
-            with contextlib.suppress(nats.errors.Error):
-                await promptly(watcher.stop())
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
+                async with asyncio.timeout(2):
+                    await promptly(watcher.stop())
 
     def _take(self, entry: KeyValue.Entry) -> None:
         if entry.operation in GONE:
