@@ -9,10 +9,13 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from opengyre.shelltasks.tasks import DONE, Plan, Split, instruction, plan, reference
+from opengyre.shelltasks.tasks import DONE, Plan, instruction, plan, reference
 
 RIGHT: Final = 0.45
 """Share of demonstrations that solve their task."""
+
+INVENTED: Final = 0.8
+"""Share of demonstrations with invented words and file names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +44,48 @@ class Demonstration:
         return messages
 
 
-def _mistakes(plan: Plan, rng: random.Random) -> list[list[tuple[str, str]]]:
-    """The wrong episodes that the demonstrator knows: lists of (command, output)."""
+def _mistakes(plan: Plan) -> list[list[tuple[str, str]]]:
+    """The wrong episodes that the demonstrator knows: lists of (command, output). All names in them are the task's."""
     word, first, second = plan.word, plan.source, plan.target
-    wrong_word, wrong_file = rng.choice(plan.spare_words), rng.choice(plan.spare_files)
     match plan.family:
         case "write":
             return [
-                [(f"echo {wrong_word} > {first}", "")],
-                [(f"echo {word} > {wrong_file}", "")],
+                [(f"echo {first} > {first}", "")],
+                [(f"echo {word} > {word}", "")],
                 [(f"echo {word}", word)],
                 [],
             ]
         case "rename":
-            return [[(f"cp {first} {second}", "")], [(f"mv {first} {wrong_file}", "")], []]
+            return [
+                [(f"cp {first} {second}", "")],
+                [(f"echo {first} > {second}", "")],
+                [(f"wc -l {first} > {second}", "")],
+                [],
+            ]
         case "count":
             return [
                 [(f"wc -l {first} > {second}", "")],
-                [(f"wc -l < {first} > {wrong_file}", "")],
+                [(f"cp {first} {second}", "")],
                 [(f"wc -c < {first} > {second}", "")],
-                [(f"wc -l < {first}", str(plan.files[first].count(chr(10))))],
+                [(f"wc -l < {first}", str(plan.files[first].count("\n")))],
                 [],
             ]
         case "find":
             found = (f"grep -l {word} *", plan.answer)
-            other = rng.choice([name for name in plan.files if name != plan.answer])
             return [
-                [(f"cp {other} {second}", "")],
-                [found, (f"cp {plan.answer} {wrong_file}", "")],
-                [found, (f"cp {other} {second}", "")],
+                [(f"echo {word}", word)],
                 [found],
-                [(f"echo {word} > {wrong_file}", "")],
+                [found, (f"cp {plan.answer} {word}", "")],
+                [found, (f"echo {plan.answer} > {second}", "")],
+                [found, (f"wc -l {plan.answer} > {second}", "")],
             ]
         case _:
             written = (f"echo {word} > {first}", "")
             return [
                 [written],
-                [written, (f"cp {first} {wrong_file}", "")],
-                [(f"echo {wrong_word} > {first}", ""), (f"cp {first} {second}", "")],
-                [(f"echo {word} > {wrong_file}", "")],
+                [written, (f"mv {first} {second}", "")],
+                [(f"echo {word} > {second}", "")],
+                [(f"echo {second} > {first}", ""), (f"cp {first} {second}", "")],
             ]
 
 
@@ -89,7 +95,7 @@ def demonstrate(task: Plan, rng: random.Random, right: float = RIGHT) -> Demonst
     if solves:
         steps = [(command, expected_output(task, command)) for command in reference(task)]
     else:
-        steps = rng.choice(_mistakes(task, rng))
+        steps = rng.choice(_mistakes(task))
     turns = [Turn(command, output) for command, output in steps]
     return Demonstration(instruction(task), (*turns, Turn(DONE, None)), solves)
 
@@ -99,7 +105,10 @@ def expected_output(task: Plan, command: str) -> str:
     return task.answer if command.startswith("grep -l ") else ""
 
 
-def demonstrations(count: int, seed: int, split: Split = "train", right: float = RIGHT) -> list[Demonstration]:
-    """`count` episodes on the tasks 0 to `count - 1` of `split`, deterministic in `seed`."""
-    rng = random.Random(f"demonstrations:{seed}:{split}:{right}")  # noqa: S311 - demonstrations, not secrets
-    return [demonstrate(plan(split, index, seed), rng, right) for index in range(count)]
+def demonstrations(count: int, seed: int, right: float = RIGHT, invented: float = INVENTED) -> list[Demonstration]:
+    """`count` episodes on the training tasks 0 to `count - 1`, deterministic in `seed`; a share `invented` of them
+    has invented words and file names."""
+    rng = random.Random(f"demonstrations:{seed}:{right}:{invented}")  # noqa: S311 - demonstrations, not secrets
+    return [
+        demonstrate(plan("train", index, seed, invented=rng.random() < invented), rng, right) for index in range(count)
+    ]

@@ -47,24 +47,32 @@ class Plan:
     spare_files: tuple[str, ...] = ()
 
 
-def _names(rng: random.Random, split: Split, count: int) -> list[str]:
-    stems = words.TRAIN_STEMS if split == "train" else words.EVAL_STEMS
-    return [stem + rng.choice(words.SUFFIXES) for stem in rng.sample(stems, count)]
+def _invented(rng: random.Random, count: int) -> list[str]:
+    different: dict[str, None] = {}
+    while len(different) < count:
+        different[words.invent(rng)] = None
+    return list(different)
 
 
-def _words(rng: random.Random, split: Split, count: int) -> list[str]:
-    return rng.sample(words.TRAIN_WORDS if split == "train" else words.EVAL_WORDS, count)
+def plan(split: Split, index: int, seed: int, *, invented: bool = False) -> Plan:
+    """Task number `index` (from 0) of `split` under `seed`; families take turns, all else is drawn.
 
-
-def plan(split: Split, index: int, seed: int) -> Plan:
-    """Task number `index` (from 0) of `split` under `seed`; families take turns, all else is drawn."""
+    `invented` takes invented words and stems for those of the training lists.
+    """
+    if invented and split != "train":
+        raise ValueError("invented words are for the training split; an evaluation task uses reserved ones only")
     if index < 0:
         raise ValueError(f"index is {index}; allowed are values from 0")
     rng = random.Random(f"shelltasks:{seed}:{split}:{index}")  # noqa: S311 - tasks, not secrets
     family = FAMILIES[index % len(FAMILIES)]
     task = f"{family}-{split}-s{seed}-{index:06d}"
-    first, second, *spare_files = _names(rng, split, 6)
-    word, *others = _words(rng, split, 6)
+    if invented:
+        stems, (word, *others) = _invented(rng, 6), _invented(rng, 6)
+    elif split == "train":
+        stems, (word, *others) = rng.sample(words.TRAIN_STEMS, 6), rng.sample(words.TRAIN_WORDS, 6)
+    else:
+        stems, (word, *others) = rng.sample(words.EVAL_STEMS, 6), rng.sample(words.EVAL_WORDS, 6)
+    first, second, *spare_files = [stem + rng.choice(words.SUFFIXES) for stem in stems]
     spare = tuple(others[3:])
     common = {"task": task, "family": family, "split": split, "spare_words": spare, "spare_files": tuple(spare_files)}
     if family == "write":

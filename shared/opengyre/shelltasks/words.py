@@ -2,9 +2,12 @@
 
 Invariant: a word or a file stem is in the training lists or in the reserved lists, never in both, and words and stems
 have nothing in common. An evaluation task is written with reserved entries only, so a policy that solves it can copy
-text that it was never trained on.
+text that it was never trained on. Demonstrations use invented words as well, never a reserved one: with the lists
+alone, a policy cloned from them learns the lists by heart and not to copy.
 """
 
+import random
+from functools import cache
 from typing import Final
 
 TRAIN_WORDS: Final = tuple(
@@ -57,3 +60,33 @@ EVAL_STEMS: Final = tuple(
 )
 
 SUFFIXES: Final = (".txt", ".log", ".md", ".csv")
+
+_SHORTEST: Final = 3
+_LONGEST: Final = 9
+
+
+@cache
+def _followers() -> dict[str, str]:
+    """Two letters -> the letters that follow them in the training lists; `^` begins a word and `$` ends it."""
+    followers: dict[str, str] = {}
+    for word in (*TRAIN_WORDS, *TRAIN_STEMS):
+        text = f"^^{word}$"
+        for at in range(len(text) - 2):
+            followers[text[at : at + 2]] = followers.get(text[at : at + 2], "") + text[at + 2]
+    return followers
+
+
+@cache
+def _reserved() -> frozenset[str]:
+    return frozenset((*EVAL_WORDS, *EVAL_STEMS))
+
+
+def invent(rng: random.Random) -> str:
+    """A word that looks like the training words, of 3 to 9 letters, never a reserved one."""
+    while True:
+        text = "^^"
+        while text[-1] != "$" and len(text) < _LONGEST + 3:
+            text += rng.choice(_followers()[text[-2:]])
+        word = text[2:].rstrip("$")
+        if text[-1] == "$" and _SHORTEST <= len(word) <= _LONGEST and word not in _reserved():
+            return word
