@@ -42,11 +42,19 @@ class Started(TrajEvent, frozen=True, kw_only=True, tag="traj.started.v1"):
     dispatch: EpisodeDispatch
     replica: str
 
+    def event_id(self) -> str:
+        """Two replicas that begin at once must not take each other's append for their own."""
+        return f"{super().event_id()}-{self.replica}"
+
 
 class TakenOver(TrajEvent, frozen=True, kw_only=True, tag="traj.taken_over.v1"):
     """Another replica (or the same, started again) continues from the log; the former writer is fenced off."""
 
     replica: str
+
+    def event_id(self) -> str:
+        """As of `Started`: rivals choose the same index and attempt."""
+        return f"{super().event_id()}-{self.replica}"
 
 
 class SandboxOpened(TrajEvent, frozen=True, kw_only=True, tag="traj.sandbox.v1"):
@@ -82,6 +90,10 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     parked_s: float = 0.0
     """How long it waited because no host was in the rollout role."""
     duration_s: float = 0.0
+    """From the request to the answer, parking included."""
+    history_digest: str = ""
+    """SHA-256 chain over the messages up to and including the answer: a request whose messages begin with these
+    extends this call, also for a writer that took over and never saw them."""
 
 
 class ToolResult(TrajEvent, frozen=True, kw_only=True, tag="traj.tool.v1"):
@@ -125,6 +137,9 @@ class Verified(TrajEvent, frozen=True, kw_only=True, tag="traj.verified.v1"):
     parts: tuple[Part, ...]
     infra_error: str | None = None
     """The evaluation itself failed: this is not a zero."""
+    reason: EndReason | None = None
+    """Why the agent ended, for a writer that takes over before `Ended`."""
+    detail: str | None = None
 
 
 class Ended(TrajEvent, frozen=True, kw_only=True, tag="traj.ended.v1"):

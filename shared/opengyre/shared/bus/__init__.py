@@ -4,6 +4,7 @@ from opengyre.shared.bus.buckets import Bucket, Lease, LeaseOwner, View
 from opengyre.shared.bus.connection import Bus
 from opengyre.shared.bus.consume import Delivery, Puller, pulling, work
 from opengyre.shared.bus.errors import (
+    Abandoned,
     BusError,
     BusUnavailableError,
     ConflictError,
@@ -23,6 +24,7 @@ from opengyre.shared.bus.stored import Stored
 from opengyre.shared.bus.topology import bootstrap
 
 __all__ = [
+    "Abandoned",
     "Bucket",
     "Bus",
     "BusError",

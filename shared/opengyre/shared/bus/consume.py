@@ -27,7 +27,7 @@ from opengyre.proto.base import Event
 from opengyre.proto.dlq import DeadLetter
 from opengyre.shared import tracing
 from opengyre.shared.bus.connection import Bus
-from opengyre.shared.bus.errors import NotBootstrappedError, Rejected, RetryLater
+from opengyre.shared.bus.errors import Abandoned, NotBootstrappedError, Rejected, RetryLater
 from opengyre.shared.bus.promptly import promptly
 
 log = logging.getLogger("gyre.bus")
@@ -169,7 +169,7 @@ async def work(
 ) -> None:
     """Run `handler` on each message until `stop`, then finish what is running and return.
 
-    `handler` may raise `RetryLater` or `Rejected`; any other exception is logged and the message is delivered again,
+    `handler` may raise `RetryLater`, `Rejected` or `Abandoned`; any other exception is logged and the message is delivered again,
     until `max_deliver` deliveries have failed: then it is a dead letter. `room` may be given to share places.
     """
     places = room or asyncio.Semaphore(concurrency)
@@ -219,6 +219,8 @@ async def _judge(delivery: Delivery, handler: Handler, max_deliver: int) -> None
     except Rejected as error:
         log.warning("bus: rejected message on %s: %s", delivery.subject, error)
         await delivery.reject(str(error))
+    except Abandoned as error:
+        log.info("bus: %s is left to its new owner: %s", delivery.subject, error)
     except RetryLater as error:
         log.info("bus: %s again in %.1f s: %s", delivery.subject, error.delay_s, error)
         await delivery.retry(error.delay_s)

@@ -55,3 +55,7 @@ class RetryLater(Exception):  # noqa: N818 - a verdict of a handler, not a fault
 
 class Rejected(Exception):  # noqa: N818 - a verdict of a handler, not a fault
     """Raised by a handler: the message can never be handled; it becomes a dead letter with this reason."""
+
+
+class Abandoned(Exception):  # noqa: N818 - a verdict of a handler, not a fault
+    """Raised by a handler: the message is another's by now. Nothing is answered: our answer would count for them."""
