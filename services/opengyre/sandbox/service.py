@@ -1,0 +1,195 @@
+"""The sandbox service on the bus.
+
+Creation is asked of any replica; all else of the node that the sandbox lives on. When the service stops, sandboxes
+and running commands stay; whoever waits for one is told ``sandbox_busy`` and repeats the call at the next start,
+where it joins what runs or gets what is recorded.
+
+Awaits: `run` waits for the stop; a handler waits for its work or the stop, whichever is first.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from prometheus_client import Counter, Gauge, Histogram
+from starlette.routing import BaseRoute
+
+from opengyre.proto.ids import check_token
+from opengyre.proto.sandbox import (
+    SERVICE,
+    DestroyRequest,
+    DestroyResult,
+    ExecRequest,
+    ExecResult,
+    ListRequest,
+    ListResult,
+    ReadRequest,
+    ReadResult,
+    RenewRequest,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+    StatRequest,
+    VerifyRequest,
+    VerifyResult,
+    WriteRequest,
+    WriteResult,
+)
+from opengyre.sandbox.bubblewrap import Bubblewrap
+from opengyre.sandbox.core import CannotIsolateError, SandboxError, Spec
+from opengyre.sandbox.manager import Manager
+from opengyre.shared.bus import Endpoint, RpcFailedError, serving
+from opengyre.shared.lifecycle import Context
+
+log = logging.getLogger("gyre.sandbox")
+
+LIVE = Gauge("gyre_sandboxes", "Sandboxes on this node")
+CREATE_SECONDS = Histogram(
+    "gyre_sandbox_create_seconds", "Making a sandbox", buckets=(0.01, 0.02, 0.04, 0.1, 0.25, 1, 5, 20)
+)
+EXEC_SECONDS = Histogram(
+    "gyre_sandbox_exec_seconds", "One command", buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 300)
+)
+REFUSED = Counter("gyre_sandbox_errors", "Calls that ended in an error, by kind", ["kind"])
+
+T = TypeVar("T")
+
+
+class SandboxService:
+    """One node's sandboxes, for as long as the process lives."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._settings = context.settings.sandbox
+        self._node = check_token("sandbox.node", self._settings.node)
+        self._manager: Manager | None = None
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return ()
+
+    @property
+    def manager(self) -> Manager:
+        assert self._manager is not None, "run() makes it"
+        return self._manager
+
+    async def run(self) -> None:
+        try:
+            found = await self._start()
+        except SandboxError as error:
+            raise SystemExit(f"sandbox: {error}") from error
+        log.info("sandbox: %s is ready, %d live sandboxes taken up", self._node, found)
+        async with asyncio.TaskGroup() as tasks:
+            reaping = tasks.create_task(self.manager.reap())
+            node = self._endpoints()
+            create = {"create": node["create"]}
+            async with (
+                serving(self._context.bus, SERVICE, "any", create, "Sandboxes for agents: creation"),
+                serving(self._context.bus, SERVICE, self._node, node, "Sandboxes for agents: one node"),
+            ):
+                self._context.missing = None
+                while await self._context.pause(1.0):
+                    LIVE.set(self.manager.count())
+                    self._context.gauges["sandboxes"] = float(self.manager.count())
+            reaping.cancel()
+        await self.manager.stop()
+
+    async def _start(self) -> int:
+        root = self._context.state_dir / "sandbox" / self._node
+        try:
+            return await self._use(Bubblewrap(root))
+        except CannotIsolateError as error:
+            if not self._settings.allow_unisolated:
+                raise CannotIsolateError(
+                    f"{error}; to run commands without isolation all the same, set sandbox.allow_unisolated = true"
+                ) from error
+            log.warning("sandbox: %s; going on without isolation, as sandbox.allow_unisolated is set", error)
+            return await self._use(Bubblewrap(root, isolated=False))
+
+    async def _use(self, backend: Bubblewrap) -> int:
+        settings = self._settings
+        defaults = Spec(
+            sandbox="", workspace_mb=settings.workspace_mb, memory_mb=settings.memory_mb, pids=settings.pids
+        )
+        manager = Manager(backend, self._node, defaults, settings.max_sandboxes)
+        try:
+            found = await manager.start()
+        except BaseException:
+            await backend.stop()
+            raise
+        self._manager = manager
+        for sentence in backend.unenforced():
+            log.warning("sandbox: not enforced here: %s", sentence)
+        return found
+
+    def _endpoints(self) -> dict[str, Endpoint]:
+        def endpoint(request: type, work: Callable[[Any], Coroutine[Any, Any, msgspec.Struct]]) -> Endpoint:
+            return Endpoint(request, lambda value: self._answer(work(value)))
+
+        return {
+            "create": endpoint(SandboxSpec, self._create),
+            "exec": endpoint(ExecRequest, self._exec),
+            "verify": endpoint(VerifyRequest, self._verify),
+            "renew": endpoint(RenewRequest, self._renew),
+            "destroy": endpoint(DestroyRequest, self._destroy),
+            "list": endpoint(ListRequest, self._list),
+            "stat": endpoint(StatRequest, self._stat),
+            "read": endpoint(ReadRequest, self._read),
+            "write": endpoint(WriteRequest, self._write),
+        }
+
+    async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do a call's work unless the service stops first."""
+        doing = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._context.stopping.wait())
+        try:
+            await asyncio.wait([doing, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                REFUSED.labels("sandbox_busy").inc()
+                raise RpcFailedError("sandbox_busy", f"{self._node} is stopping; repeat the call")
+            return doing.result()
+        except SandboxError as error:
+            REFUSED.labels(error.kind).inc()
+            raise RpcFailedError(error.kind, str(error)) from error
+        finally:
+            await _cancelled(doing)
+            await _cancelled(stop)
+
+    async def _create(self, spec: SandboxSpec) -> SandboxRef:
+        with CREATE_SECONDS.time():
+            return await self.manager.create(spec)
+
+    async def _exec(self, request: ExecRequest) -> ExecResult:
+        with EXEC_SECONDS.time():
+            return await self.manager.exec(request)
+
+    async def _verify(self, request: VerifyRequest) -> VerifyResult:
+        return await self.manager.verify(request)
+
+    async def _renew(self, request: RenewRequest) -> SandboxRef:
+        return self.manager.renew(request)
+
+    async def _destroy(self, request: DestroyRequest) -> DestroyResult:
+        return await self.manager.destroy(request.sandbox)
+
+    async def _list(self, request: ListRequest) -> ListResult:
+        return ListResult(sandboxes=self.manager.listing(request.labels))
+
+    async def _stat(self, request: StatRequest) -> SandboxInfo:
+        return self.manager.stat(request.sandbox)
+
+    async def _read(self, request: ReadRequest) -> ReadResult:
+        return ReadResult(data=await self.manager.read(request.sandbox, request.path, request.limit))
+
+    async def _write(self, request: WriteRequest) -> WriteResult:
+        path = await self.manager.write(request.sandbox, request.path, request.data, request.mode)
+        return WriteResult(path=path, size=len(request.data))
+
+
+async def _cancelled(work: Awaitable[Any]) -> None:
+    task = asyncio.ensure_future(work)
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # heard; whoever waited for it has had it
