@@ -169,8 +169,9 @@ async def work(
 ) -> None:
     """Run `handler` on each message until `stop`, then finish what is running and return.
 
-    `handler` may raise `RetryLater`, `Rejected` or `Abandoned`; any other exception is logged and the message is delivered again,
-    until `max_deliver` deliveries have failed: then it is a dead letter. `room` may be given to share places.
+    `handler` may raise `RetryLater`, `Rejected` or `Abandoned`; any other exception is logged and the message is
+    delivered again, until `max_deliver` deliveries have failed: then it is a dead letter. `room` may be given to share
+    places.
     """
     places = room or asyncio.Semaphore(concurrency)
 
