@@ -1,6 +1,5 @@
 """Fixtures that every suite may use: a real NATS server and Valkey on free ports, ended by the test that began them."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -94,15 +93,3 @@ async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
 @pytest.fixture
 def python() -> str:
     return sys.executable
-
-
-async def eventually(condition, timeout_s: float = 10.0, every_s: float = 0.02) -> None:  # noqa: ANN001
-    """Wait until `condition()` (plain or async) is true; fail after `timeout_s`."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            value = condition()
-            if asyncio.iscoroutine(value):
-                value = await value
-            if value:
-                return
-            await asyncio.sleep(every_s)

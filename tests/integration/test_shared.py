@@ -1,0 +1,151 @@
+"""Blobs with a real Valkey, traces through a real broker, and the life of a service as a process."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from opengyre.proto import subjects
+from opengyre.proto.examples import DISPATCH
+from opengyre.proto.service import ServiceStatus
+from opengyre.shared import tracing
+from opengyre.shared.blobs import BlobMissingError, Blobs
+from opengyre.shared.bus import Bucket, Bus, work
+from opengyre.shared.settings import CacheSettings
+
+ECHO = """
+import asyncio
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+class Echo:
+    def __init__(self, context):
+        self.context = context
+
+    def routes(self):
+        async def hello(request):
+            return PlainTextResponse("hello")
+        return [Route("/hello", hello)]
+
+    async def run(self):
+        self.context.missing = None
+        with self.context.waits.on("the end", 60):
+            await self.context.stopping.wait()
+        print("finished", flush=True)
+"""
+
+
+async def test_blobs_survive_the_loss_of_the_cache(tmp_path: Path, valkey) -> None:
+    settings = CacheSettings(url=f"redis://127.0.0.1:{valkey.port}")
+    async with Blobs(tmp_path, settings) as blobs:
+        ref = await blobs.put(b"tokens")
+        blobs.path(ref).unlink()
+        assert await blobs.get(ref) == b"tokens", "answered by the cache"
+        await blobs.put(b"tokens")
+        await asyncio.to_thread(valkey.kill)
+        assert await blobs.get(ref) == b"tokens", "answered by the file"
+        other = await blobs.put(b"more")
+        assert await blobs.get(other) == b"more"
+        await blobs.discard(other)
+        with pytest.raises(BlobMissingError):
+            await blobs.get(other)
+
+
+async def test_a_damaged_or_malformed_blob_is_missing(tmp_path: Path) -> None:
+    async with Blobs(tmp_path, CacheSettings()) as blobs:
+        ref = await blobs.put(b"tokens")
+        blobs.path(ref).write_bytes(b"other")
+        with pytest.raises(BlobMissingError, match="damaged"):
+            await blobs.get(ref)
+        with pytest.raises(BlobMissingError, match="allowed is"):
+            await blobs.get("sha256:../../etc/passwd")
+
+
+async def test_a_trace_goes_through_the_bus(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
+    stop = asyncio.Event()
+
+    async def handler(_event: object, _delivery: object) -> None:
+        stop.set()
+
+    with tracing.span("submit") as span:
+        await bus.publish(subjects.episode_dispatch("r"), DISPATCH)
+        trace_id = span.get_span_context().trace_id
+    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop), 10)
+    consumed = [s for s in exporter.get_finished_spans() if s.kind is trace.SpanKind.CONSUMER]
+    assert [s.context.trace_id for s in consumed if s.context] == [trace_id]
+
+
+async def service_process(tmp_path: Path, url: str, **more: str) -> asyncio.subprocess.Process:
+    (tmp_path / "echo_service.py").write_text(ECHO)
+    code = "from opengyre.shared.lifecycle import main; main('gateway', 'echo_service:Echo')"
+    ours = {"PYTHONPATH": str(tmp_path), "GYRE_BUS__URL": url, "GYRE_STATE_DIR": str(tmp_path / "state")}
+    env = {**os.environ, **ours, **more}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def status_of(bus: Bus) -> ServiceStatus:
+    async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as view, asyncio.timeout(20):
+        while not any(status.ready for status in view.values.values()):
+            await view.changed(1)
+        return next(iter(view.values.values()))
+
+
+async def test_a_service_lives_and_ends_in_order(tmp_path: Path, nats_server, bus: Bus) -> None:
+    process = await service_process(tmp_path, nats_server.url)
+    status = await status_of(bus)
+    assert [wait.what for wait in status.waits] == ["the end"]
+    async with httpx.AsyncClient(base_url=status.url) as client:
+        assert (await client.get("/healthz")).json() == {"alive": True}
+        assert (await client.get("/readyz")).json() == {"ready": True, "missing": None}
+        assert (await client.get("/hello")).text == "hello"
+        assert "gyre_episodes_interrupted_total 0.0" in (await client.get("/metrics")).text
+    process.send_signal(signal.SIGTERM)
+    out, err = await asyncio.wait_for(process.communicate(), 15)
+    assert process.returncode == 0
+    assert b"finished" in out
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert {line["service"] for line in lines} == {"gateway"}
+    resolved = json.loads((tmp_path / "state" / "settings" / "gateway.json").read_text())
+    assert resolved["bus"]["url"] == nats_server.url
+    bucket = Bucket(bus, subjects.KV_SERVICES, ServiceStatus)
+    assert await bucket.get(f"gateway.{status.replica}") is None, "its heartbeat is withdrawn"
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"GYRE_BUS__URI": "x"}, b"there is no key 'uri'"),
+        ({"GYRE_HTTP__PORT": "{taken}"}, b"cannot be used"),
+    ],
+)
+async def test_a_service_that_cannot_start_says_why_in_one_line(
+    tmp_path: Path, nats_server, bus: Bus, more: dict[str, str], sentence: bytes
+) -> None:
+    assert bus.connected
+    filled = {key: value.format(taken=nats_server.port) for key, value in more.items()}
+    process = await service_process(tmp_path, nats_server.url, **filled)
+    _out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1
+    assert sentence in err
+    assert b"Traceback" not in err
+
+
+def test_status_is_json_that_people_can_read() -> None:
+    status = ServiceStatus(service="s", replica="r", pid=1, url="u", ready=True)
+    assert msgspec.json.decode(msgspec.json.encode(status), type=ServiceStatus) == status

@@ -1,0 +1,18 @@
+"""What tests of every suite use: `from support import eventually`."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+async def eventually(condition: Callable[[], Any], timeout_s: float = 10.0, every_s: float = 0.02) -> None:
+    """Wait until `condition()` (plain or async) is true; fail after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            value = condition()
+            if inspect.isawaitable(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(every_s)

@@ -1,0 +1,60 @@
+"""Settings: what is unknown or wrong is refused with one sentence that says what is allowed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opengyre.shared.settings import SettingsError, load
+
+
+def test_the_environment_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "gyre.toml"
+    file.write_text('[bus]\nurl = "nats://file:1"\nreplicas = 3\n[host]\ncapacity = 7\n')
+    settings = load(file, {"GYRE_BUS__URL": "nats://env:2", "GYRE_GATEWAY__API_KEYS": "a, b"})
+    assert settings.bus.url == "nats://env:2"
+    assert settings.bus.replicas == 3
+    assert settings.host.capacity == 7
+    assert [key.get_secret_value() for key in settings.gateway.api_keys] == ["a", "b"]
+
+
+def test_the_resolved_form_holds_every_section_and_no_secret() -> None:
+    resolved = load(None, {"GYRE_GATEWAY__API_KEYS": "verysecret"}).resolved()
+    assert "verysecret" not in resolved
+    assert json.loads(resolved)["bus"]["url"] == "nats://127.0.0.1:4222"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[bus]\nurls = 'x'\n", r"unknown setting bus.urls.*allowed here: url, replicas"),
+        ("[buss]\nurl = 'x'\n", r"unknown setting buss.*allowed here: state_dir, log, bus"),
+        ("[host]\ncapacity = 0\n", r"setting host.capacity is 0.*greater than or equal to 1"),
+        ("[host]\nengine = 'gpu'\n", r"host.engine is 'gpu'.*'tiny'"),
+        ("[bus\n", r"gyre.toml is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "gyre.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=sentence) as error:
+        load(file, {})
+    assert "\n" not in str(error.value).strip() or "TOML" in str(error.value)
+
+
+def test_a_binary_file_and_a_missing_file_are_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "gyre.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="not valid TOML"):
+        load(file, {})
+    with pytest.raises(SettingsError, match="does not exist"):
+        load(tmp_path / "none.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("GYRE_BUSS__URL", "no section 'buss'.*bus"), ("GYRE_BUS__URI", "no key 'uri'.*url, replicas")],
+)
+def test_an_unknown_environment_variable_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        load(None, {name: "x"})
