@@ -18,6 +18,7 @@ from opengyre.shared.bus.errors import (
     RpcUnavailableError,
     TooLargeError,
 )
+from opengyre.shared.bus.pages import Page, count, message_at, page, reachable, remove
 from opengyre.shared.bus.replay import follow, read
 from opengyre.shared.bus.rpc import Endpoint, call, serving
 from opengyre.shared.bus.stored import Stored
@@ -37,6 +38,7 @@ __all__ = [
     "Lease",
     "LeaseOwner",
     "NotBootstrappedError",
+    "Page",
     "Puller",
     "QueueFullError",
     "Rejected",
@@ -48,9 +50,14 @@ __all__ = [
     "View",
     "bootstrap",
     "call",
+    "count",
     "follow",
+    "message_at",
+    "page",
     "pulling",
+    "reachable",
     "read",
+    "remove",
     "serving",
     "work",
 ]

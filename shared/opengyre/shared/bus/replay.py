@@ -97,7 +97,7 @@ class _Reader:
             while generation == self.bus.generation and not self.finished:
                 got = await self._fetch(subscription)
                 for message in got:
-                    stored = _stored(message)
+                    stored = stored_message(message)
                     if stored.sequence >= self.position:
                         self.position = stored.sequence + 1
                         if self.end is None or stored.sequence <= self.end:
@@ -105,7 +105,7 @@ class _Reader:
                 if self.end is not None and (not got or got[-1].metadata.num_pending == 0):
                     self.drained = (await promptly(subscription.consumer_info())).num_pending == 0
         finally:
-            await _discard(self.bus, self.stream, subscription)
+            await discard(self.bus, self.stream, subscription)
 
     async def _fetch(self, subscription: JetStreamContext.PullSubscription) -> list[Msg]:
         # Original timing waits as long as the recorded gap was; the server keeps the pull open only so long.
@@ -116,7 +116,8 @@ class _Reader:
             return []
 
 
-async def _discard(bus: Bus, stream: str, subscription: JetStreamContext.PullSubscription) -> None:
+async def discard(bus: Bus, stream: str, subscription: JetStreamContext.PullSubscription) -> None:
+    """End a reader's consumer on both sides."""
     consumer = subscription._consumer  # noqa: SLF001 - the name that the server gave it; nats-py has no public way to it
     with contextlib.suppress(nats.errors.Error, js_errors.Error):
         await promptly(subscription.unsubscribe())
@@ -124,7 +125,8 @@ async def _discard(bus: Bus, stream: str, subscription: JetStreamContext.PullSub
             await promptly(bus.js.delete_consumer(stream, consumer))
 
 
-def _stored(message: Msg) -> Stored:
+def stored_message(message: Msg) -> Stored:
+    """A message that was delivered to a consumer."""
     meta = message.metadata
     return Stored(
         subject=message.subject,
