@@ -1,6 +1,6 @@
 """The work queue of episodes (stream EPISODES): one message an execution."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
@@ -24,6 +24,8 @@ class EpisodeDispatch(Event, frozen=True, kw_only=True, tag="episode.dispatch.v1
     task: TaskSpec
     harness: Harness
     min_members: int
+    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
+    """Of the run's optimization; it is in the log, so that the log alone makes the group again."""
 
     def event_id(self) -> str:
         return f"episode-{self.execution}"

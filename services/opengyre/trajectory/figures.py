@@ -1,0 +1,27 @@
+"""Metrics of the trajectory service."""
+
+from prometheus_client import Counter, Histogram
+
+from opengyre.trajectory.assemble import Assembled
+
+GROUPS = Counter("gyre_groups_scored", "Groups whose members have all ended, by outcome", ["outcome"])
+EXECUTIONS = Counter("gyre_executions_scored", "Executions by result: scored, or why there is no score", ["result"])
+REFUSED = Counter("gyre_calls_refused", "Model calls that cannot be trained, by reason", ["reason"])
+TOKENS = Counter("gyre_trajectory_tokens", "Tokens of ready groups: trained, and on paths without sharing", ["kind"])
+SECONDS = Histogram(
+    "gyre_group_assembly_seconds", "From reading a group's log to its publication", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3)
+)
+
+
+def count(assembled: Assembled) -> None:
+    """Add a group that was published."""
+    scored, ready = assembled.scored, assembled.ready
+    GROUPS.labels(scored.outcome).inc()
+    EXECUTIONS.labels("scored").inc(len(scored.scores))
+    for reason in scored.unscored.values():
+        EXECUTIONS.labels(reason).inc()
+    if ready is not None:
+        for reason, calls in ready.refused.items():
+            REFUSED.labels(reason).inc(calls)
+        TOKENS.labels("trained").inc(sum(member.trained_tokens for member in ready.members))
+        TOKENS.labels("path").inc(sum(member.path_tokens for member in ready.members))

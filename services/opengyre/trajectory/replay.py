@@ -1,0 +1,54 @@
+"""A fresh processor for recorded events: the groups that a stretch of the TRAJ stream makes, with no broker and no
+state. `python -m opengyre.trajectory.replay < traj.jsonl > groups.jsonl` reads one event a line and writes one
+`GroupReady` a line.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import BinaryIO
+
+from opengyre.proto import codec
+from opengyre.proto.base import Event
+from opengyre.proto.group import GroupReady
+from opengyre.proto.traj import TrajEvent
+from opengyre.trajectory.assemble import NotWholeError, assemble, by_group
+
+
+def replay_groups(events: Iterable[Event]) -> list[GroupReady]:
+    """The groups that are whole and to be trained, in the order of their ids; other events are passed over."""
+    groups: list[GroupReady] = []
+    for found in by_group(event for event in events if isinstance(event, TrajEvent)).values():
+        try:
+            assembled = assemble(found)
+        except NotWholeError:
+            continue
+        if assembled.ready is not None:
+            groups.append(assembled.ready)
+    return groups
+
+
+def run(source: BinaryIO, target: BinaryIO) -> int:
+    """Replay lines of JSON; return how many groups were written. Raises `codec.UndecodableError` with the line."""
+    events: list[Event] = []
+    for number, line in enumerate(source, start=1):
+        if not line.strip():
+            continue
+        try:
+            events.append(codec.decode(line))
+        except codec.UndecodableError as error:
+            raise codec.UndecodableError(f"line {number}: {error}") from error
+    groups = replay_groups(events)
+    target.writelines(codec.encode(ready) + b"\n" for ready in groups)
+    return len(groups)
+
+
+def main() -> None:
+    try:
+        count = run(sys.stdin.buffer, sys.stdout.buffer)
+    except codec.UndecodableError as error:
+        sys.exit(f"replay: {error}")
+    print(f"{count} groups", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
