@@ -19,6 +19,10 @@ class CellView(Record, frozen=True, kw_only=True):
     running: int
     wish: Role | None = None
     """An operator's wish, which the policy obeys."""
+    role: Role | None = None
+    """What it was last told to be; none if it was told nothing yet."""
+    idle_s: float = 0.0
+    """How long it has been in the TRAIN state with nothing to train."""
 
 
 class PolicyInput(Record, frozen=True, kw_only=True):
@@ -27,7 +31,7 @@ class PolicyInput(Record, frozen=True, kw_only=True):
     cells: tuple[CellView, ...]
     live_executions: int
     ready_groups: int
-    """Finished groups that wait to be trained, including those of the update under way."""
+    """Finished groups that wait to be trained: those that no contribution to an update holds yet."""
     dispatch: Dispatch
     elastic: Elastic
     finished: bool = False

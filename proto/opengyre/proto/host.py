@@ -32,6 +32,10 @@ class DesiredRole(Record, frozen=True, kw_only=True):
     grace_s: float = 0.5
     """How long a call in flight may go on before it is moved."""
     reason: str = ""
+    cell: str = ""
+    """The cell it belongs to, so that a cell whose hosts are lost is still known."""
+    wish: Role | None = None
+    """An operator's wish behind it; it lasts until the cell is resumed."""
 
 
 class HostCommand(Event, frozen=True, kw_only=True, tag="host.command.v1"):
