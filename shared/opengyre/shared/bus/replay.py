@@ -18,6 +18,7 @@ from nats.js import errors as js_errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, ReplayPolicy
 
 from opengyre.shared.bus.connection import Bus
+from opengyre.shared.bus.errors import BusError
 from opengyre.shared.bus.promptly import promptly
 from opengyre.shared.bus.stored import Stored
 
@@ -59,6 +60,10 @@ async def follow(
         try:
             async for stored in reader.session():
                 yield stored
+        except js_errors.BadRequestError as error:
+            raise BusError(
+                f"stream {stream} cannot be read this way ({error.description}); look at it by pages"
+            ) from error
         except (js_errors.Error, nats.errors.Error) as error:
             log.info("bus: reading %s from %d goes on anew (%r)", stream, reader.position, error)
             await asyncio.sleep(0.5)

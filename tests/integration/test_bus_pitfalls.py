@@ -1,0 +1,198 @@
+"""Behaviours of NATS and nats-py that break a long-running service; each has its answer in the bus."""
+
+import asyncio
+import contextlib
+import signal
+
+import msgspec
+import pytest
+
+from opengyre.proto import subjects
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.examples import DISPATCH
+from opengyre.proto.service import Empty
+from opengyre.proto.task import TaskSubmitted
+from opengyre.shared.bus import (
+    Bucket,
+    Bus,
+    BusError,
+    DriftError,
+    LeaseOwner,
+    NotBootstrappedError,
+    RpcUnavailableError,
+    TooLargeError,
+    bootstrap,
+    call,
+    pulling,
+    read,
+    topology,
+    work,
+)
+from opengyre.shared.bus.promptly import promptly
+from support import eventually
+
+QUEUE = subjects.episode_dispatch("demo")
+
+
+def dispatch(number: int) -> EpisodeDispatch:
+    return msgspec.structs.replace(DISPATCH, execution=f"demo-g000000-e{number:02d}")
+
+
+async def test_pitfall_01_a_publish_during_an_outage_is_stored_once(bus: Bus, nats_server) -> None:
+    await asyncio.to_thread(nats_server.kill)
+    publishing = asyncio.create_task(bus.publish(QUEUE, dispatch(1), attempts=20))
+    await eventually(lambda: not bus.connected)
+    await asyncio.to_thread(nats_server.start)
+    await asyncio.wait_for(publishing, 30)
+    assert (await bus.stream_info(subjects.EPISODES)).state.messages == 1
+
+
+async def test_pitfall_03_cancellation_reaches_a_publisher_of_a_frozen_server(bus: Bus, nats_server) -> None:
+    nats_server.signal(signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(bus.publish(QUEUE, dispatch(1)))
+        await asyncio.sleep(0.1)  # it is waiting for an acknowledgement that cannot come
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=1)
+        assert done
+        assert task.cancelled()
+    finally:
+        nats_server.signal(signal.SIGCONT)
+
+
+async def test_promptly_leaves_although_the_inner_call_swallows_its_cancellation() -> None:
+    stuck = asyncio.Event()
+
+    async def swallows() -> None:
+        try:
+            await stuck.wait()
+        except asyncio.CancelledError:
+            await stuck.wait()
+
+    task = asyncio.create_task(promptly(swallows()))
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=1)
+    assert done
+    stuck.set()
+
+
+async def test_pitfall_04_a_message_after_a_restart_arrives_within_seconds(bus: Bus, nats_server) -> None:
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES) as puller:
+        taking = asyncio.create_task(puller.take())
+        await asyncio.sleep(0.2)  # the pull request is on the server
+        await asyncio.to_thread(nats_server.kill)
+        await asyncio.to_thread(nats_server.start)
+        await bus.publish(QUEUE, dispatch(1))
+        async with asyncio.timeout(8):
+            got = await taking
+            while got is None:
+                got = await puller.take()
+
+
+async def test_pitfall_05_a_stopped_worker_leaves_no_pull_request_behind(bus: Bus) -> None:
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES) as first:
+        taking = asyncio.create_task(first.take())
+        await asyncio.sleep(0.2)  # the pull request is on the server
+        taking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await taking
+    await bus.publish(QUEUE, dispatch(1))
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES) as second, asyncio.timeout(2):
+        assert await second.take() is not None
+
+
+async def test_pitfall_09_a_message_that_fits_only_without_its_headers_is_refused_here(bus: Bus) -> None:
+    payload = b"x" * (bus.client.max_payload - 10)
+    with pytest.raises(TooLargeError, match="blob"):
+        await bus.publish_raw(QUEUE, payload, "id", "x")
+    await bus.publish(QUEUE, dispatch(1))
+    assert not bus.lost.is_set()
+
+
+async def test_pitfall_22_a_long_handler_keeps_its_message(bus: Bus) -> None:
+    """With an ack wait of 1 s and a beat every 0.3 s, a handler of 3 s is not disturbed by a second delivery."""
+    config = next(c for stream, c in topology.consumers() if stream == subjects.EPISODES)
+    config.ack_wait = 1
+    await bus.js.add_consumer(subjects.EPISODES, config)
+    stop, calls = asyncio.Event(), 0
+
+    async def handler(_event: object, _delivery: object) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(3)
+        stop.set()
+
+    await bus.publish(QUEUE, dispatch(1))
+    await asyncio.wait_for(
+        work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop, concurrency=4, keep_every_s=0.3), 20
+    )
+    assert calls == 1
+
+
+async def test_pitfall_23_a_message_that_always_fails_becomes_a_dead_letter(bus: Bus) -> None:
+    stop = asyncio.Event()
+
+    async def handler(_event: object, delivery) -> None:
+        if delivery.deliveries == 2:
+            stop.set()
+        raise ValueError("always")
+
+    await bus.publish(QUEUE, dispatch(1))
+    working = work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop, max_deliver=2)
+    await asyncio.wait_for(working, 20)
+    (letter,) = await read(bus, subjects.DLQ, "gyre.v1.dlq.EPISODES.rollout")
+    assert "always" in letter.payload.decode()
+    assert (await bus.stream_info(subjects.EPISODES)).state.messages == 0
+
+
+async def test_garbage_becomes_a_dead_letter_and_stops_nothing(bus: Bus) -> None:
+    stop, seen = asyncio.Event(), []
+
+    async def handler(event: object, _delivery: object) -> None:
+        seen.append(event)
+        stop.set()
+
+    await bus.publish_raw(QUEUE, b"\xff\x00" * 100, "garbage", "episode.dispatch.v1")
+    await bus.publish(QUEUE, dispatch(1))
+    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop), 20)
+    assert seen == [dispatch(1)]
+    (letter,) = await read(bus, subjects.DLQ, "gyre.v1.dlq.>")
+    assert "undecodable" in letter.payload.decode()
+
+
+async def test_pitfall_27_a_changed_definition_fails_the_bootstrap(bus: Bus) -> None:
+    config = next(c for stream, c in topology.consumers() if stream == subjects.GROUPS)
+    config.ack_wait = 99
+    await bus.js.add_consumer(subjects.GROUPS, config)
+    with pytest.raises(DriftError, match="ack_wait"):
+        await bootstrap(bus)
+
+
+async def test_binding_before_the_bootstrap_says_so(nats_server) -> None:
+    async with Bus(nats_server.url, "early") as early:
+        with pytest.raises(NotBootstrappedError, match="bootstrap"):
+            async with pulling(early, *subjects.ROLLOUT_EPISODES):
+                pass
+        with pytest.raises(NotBootstrappedError, match="bootstrap"):
+            await Bucket(early, subjects.KV_RUNS, LeaseOwner).put("k", LeaseOwner("a"))
+
+
+async def test_a_call_that_nobody_answers_ends_within_its_patience(bus: Bus) -> None:
+    with pytest.raises(RpcUnavailableError, match="trainer"):
+        await asyncio.wait_for(call(bus, "trainer", "any", "pull", Empty(), Empty, timeout_s=0.2, patience_s=0.5), 3)
+
+
+async def test_following_a_work_queue_is_refused_and_does_not_hang(bus: Bus) -> None:
+    with pytest.raises(BusError, match="EPISODES cannot be read this way"):
+        await asyncio.wait_for(read(bus, subjects.EPISODES, QUEUE), 5)
+
+
+async def test_acknowledged_events_survive_kill_9_of_the_server(bus: Bus, nats_server) -> None:
+    events = [TaskSubmitted(run="demo", task=f"t{n}", spec=DISPATCH.task) for n in range(50)]
+    stored = [await bus.publish(subjects.task("demo", event.task, "submitted"), event) for event in events]
+    await asyncio.to_thread(nats_server.kill)
+    await asyncio.to_thread(nats_server.start)
+    assert await bus.round_trip(10)
+    found = [message.sequence for message in await read(bus, subjects.TASKS, "gyre.v1.task.demo.>")]
+    assert found == stored
