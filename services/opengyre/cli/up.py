@@ -1,0 +1,194 @@
+"""The embedded stack as a block: `async with running(options, report) as stack` starts it, leaving the block stops it.
+
+Order: lock, addresses, broker and cache, bootstrap, services; the same backwards at the end. Ports and the API key of
+an earlier stack in the same directory are kept. A broker or cache whose URL is set by the user is used instead of ours.
+
+Awaits: everything here is bounded; `stack.json` is written anew whenever a process comes or goes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from opengyre.cli import stack as stacks
+from opengyre.cli.stack import Lock, Stack, StackError
+from opengyre.cli.supervisor import Supervisor
+from opengyre.cli.supervisor_child import tail
+from opengyre.cli.supervisor_plan import MARK, Addresses, Program, services
+from opengyre.shared import embedded
+from opengyre.shared.bus import Bus, BusError, bootstrap
+from opengyre.shared.settings import Settings
+
+BROKER_S = 20.0
+READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    state_dir: Path
+    hosts: int = 2
+    port: int | None = None
+    """Of the REST API; by default the one it had before, or a free one."""
+
+
+@dataclass
+class Running:
+    """A stack that runs in this process."""
+
+    stack: Stack
+    supervisor: Supervisor
+    names: list[str] = field(default_factory=list)
+
+    async def wait_ready(self, bound_s: float = READY_S) -> dict[str, str]:
+        """Wait for every service's first sign of life; return what is missing at the bound, by name."""
+        return await self.supervisor.wait_ready(self.names, bound_s)
+
+
+def is_free(port: int, address: str = "127.0.0.1") -> bool:
+    with contextlib.closing(socket.socket()) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def _port_of(url: str | None) -> int:
+    return int(url.rpartition(":")[2]) if url else 0
+
+
+def _keep(url: str | None) -> int:
+    """The port that was used before if it is free still, else another."""
+    port = _port_of(url)
+    return port if port and is_free(port) else embedded.free_port()
+
+
+def check_port(port: int | None) -> None:
+    """Raise `StackError` if the port that the user wants is taken."""
+    if port is not None and not is_free(port):
+        raise StackError(f"--port {port} is taken by another program; give a free one, or leave it out")
+
+
+def _is_set(settings: Settings, section: str) -> bool:
+    return section in settings.model_fields_set and "url" in getattr(settings, section).model_fields_set
+
+
+def _key(settings: Settings, before: Stack | None) -> str:
+    if settings.gateway.api_keys:
+        return settings.gateway.api_keys[0].get_secret_value()
+    return (before.api_key if before else None) or stacks.new_key()
+
+
+def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program], list[Program]]:
+    """What will run: how it is reached, broker and cache, services. Raises `StackError`, `MissingBinaryError`."""
+    state = options.state_dir.absolute()
+    before = stacks.read(state)
+    check_port(options.port)
+    below: list[Program] = []
+    environment = {MARK: str(state)}
+    nats, valkey = settings.bus.url, settings.cache.url
+    if not _is_set(settings, "bus"):
+        port = _keep(before.nats if before else None)
+        nats = f"nats://127.0.0.1:{port}"
+        command = tuple(embedded.nats_command(state / "nats", port))
+        below.append(Program("nats", command, environment, ready="port", port=port, stop_s=15))
+    if not _is_set(settings, "cache"):
+        port = _keep(before.valkey if before else None)
+        valkey = f"redis://127.0.0.1:{port}"
+        command = tuple(embedded.valkey_command(state / "valkey", port))
+        below.append(Program("valkey", command, environment, ready="port", port=port, stop_s=5))
+    wished = options.port or settings.http.port
+    gateway_port = wished or _keep(before.gateway if before else None)
+    stack = Stack(
+        nats=nats,
+        valkey=valkey,
+        gateway=f"http://127.0.0.1:{gateway_port}",
+        api_key=_key(settings, before),
+        state_dir=str(state),
+        supervisor_pid=os.getpid(),
+    )
+    addresses = Addresses(nats, valkey, gateway_port, stack.api_key, state)
+    return stack, below, list(services(addresses, options.hosts))
+
+
+@contextlib.asynccontextmanager
+async def running(options: Options, settings: Settings, report: Callable[[str], None]) -> AsyncIterator[Running]:
+    """Start the stack; it is complete, though not yet ready, on entry. Raises `StackError`, `MissingBinaryError`."""
+    state = options.state_dir.absolute()
+    with Lock(state):
+        stack, below, above = compose(options, settings)
+        await asyncio.to_thread(end_leftovers, state)
+        async with Supervisor(state / "logs", report) as supervisor:
+            supervisor.start(below)
+            await _must_run(supervisor, [program.name for program in below])
+            await _bootstrap(stack.nats, settings.bus.replicas)
+            supervisor.start(above)
+            supervisor.follow(stack.nats)
+            run = Running(stack, supervisor, [program.name for program in (*below, *above)])
+            writer = asyncio.create_task(_keep_file(run, state))
+            try:
+                yield run
+            finally:
+                writer.cancel()
+                await asyncio.wait([writer])
+        stacks.write(state, msgspec.structs.replace(stack, supervisor_pid=0))
+
+
+async def _must_run(supervisor: Supervisor, names: Sequence[str]) -> None:
+    lacking = await supervisor.wait_ready(names, BROKER_S)
+    for name, why in lacking.items():
+        lines = tail(supervisor.children[name].log)
+        raise StackError(f"{name} does not start: {why}" + (f" ({' / '.join(lines)})" if lines else ""))
+
+
+async def _bootstrap(url: str, replicas: int) -> None:
+    try:
+        async with Bus(url, "bootstrap", connect_timeout_s=BROKER_S) as bus:
+            await bootstrap(bus, replicas)
+    except TimeoutError as error:
+        raise StackError(f"NATS at {url} does not answer; set bus.url (GYRE_BUS__URL), or leave it out") from error
+    except BusError as error:
+        raise StackError(str(error)) from error
+
+
+async def _keep_file(run: Running, state: Path) -> None:
+    """Write `stack.json` when it would differ."""
+    written: Stack | None = None
+    while True:
+        children = run.supervisor.children
+        now = msgspec.structs.replace(
+            run.stack,
+            processes={name: child.pid for name, child in children.items() if child.pid is not None},
+            ready=not run.supervisor.missing(run.names),
+            missing={name: child.missing for name, child in children.items() if child.missing is not None},
+        )
+        if now != written:
+            await asyncio.to_thread(stacks.write, state, now)
+            written = now
+        await run.supervisor.changed(5.0)
+
+
+def end_leftovers(state: Path) -> list[str]:
+    """End processes that an earlier stack of this directory left behind; return their names. Takes 5 s at most."""
+    before = stacks.read(state)
+    if before is None:
+        return []
+    left = {name: pid for name, pid in before.processes.items() if stacks.belongs(pid, state)}
+    for number, bound_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 2.0)):
+        for pid in left.values():
+            if stacks.belongs(pid, state):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        deadline = time.monotonic() + bound_s
+        while time.monotonic() < deadline and any(stacks.belongs(pid, state) for pid in left.values()):
+            time.sleep(0.02)
+    return list(left)
