@@ -184,6 +184,7 @@ async def test_a_call_that_nobody_answers_ends_within_its_patience(bus: Bus) -> 
 
 
 async def test_following_a_work_queue_is_refused_and_does_not_hang(bus: Bus) -> None:
+    await bus.publish(QUEUE, dispatch(1))
     with pytest.raises(BusError, match="EPISODES cannot be read this way"):
         await asyncio.wait_for(read(bus, subjects.EPISODES, QUEUE), 5)
 
