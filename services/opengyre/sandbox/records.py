@@ -25,8 +25,6 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     """Its first process, in the service's pid namespace."""
     started: int = 0
     """Start time of that, in clock ticks since boot."""
-    bwrap: int = 0
-    bwrap_started: int = 0
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,34 +25,31 @@ class CreateError(Exception):
 
 
 def create(request: dict) -> dict:
-    """Make a sandbox and return ``{pid, started, bwrap, bwrap_started}``; on any failure nothing of it is left."""
+    """Make a sandbox and return ``{pid, started}`` of its first process (0 where it has none); on any failure nothing of it is left."""
     folder: str = request["folder"]
     _record(folder, "creator.pid", {"pid": os.getpid(), "started": kernel.start_time(os.getpid())})
     if request["plain"] is not None:
         place = Place(0, 0, request["uid"], request["plain"])
         write_inside(place, request["files_from"], own=False)
-        return {"pid": 0, "started": 0, "bwrap": 0, "bwrap_started": 0}
-    made: list[tuple[int, int]] = []
+        return {"pid": 0, "started": 0}
+    # Descriptors, not numbers: this process ends up in the sandbox's namespaces, where the numbers mean others.
+    made: list[int] = []
     try:
         return _create(request, folder, made)
     except BaseException:
-        for pid, started in reversed(made):
-            _kill(pid, started)
+        for pidfd in reversed(made):
+            _kill(pidfd)
         raise
 
 
-def _kill(pid: int, started: int) -> None:
+def _kill(pidfd: int) -> None:
     try:
-        fd = kernel.open_process(pid, started)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:
         return
-    try:
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
-    finally:
-        os.close(fd)
 
 
-def _create(request: dict, folder: str, made: list[tuple[int, int]]) -> dict:
+def _create(request: dict, folder: str, made: list[int]) -> dict:
     deadline = time.monotonic() + BOUND_S
     go_read, go_write = os.pipe()
     born_read, born_write = os.pipe()
@@ -66,7 +63,7 @@ def _create(request: dict, folder: str, made: list[tuple[int, int]]) -> dict:
     for fd in (go_read, born_write, info_write):
         os.close(fd)
     started = kernel.start_time(child) or 0
-    made.append((child, started))
+    made.append(os.pidfd_open(child))
     _record(folder, "bwrap.pid", {"pid": child, "started": started})
     if _read_until(born_read, b"\n", deadline) != b"\n":
         raise CreateError(f"the namespace for the sandbox's users could not be made: {_log(folder)}")
@@ -81,13 +78,14 @@ def _create(request: dict, folder: str, made: list[tuple[int, int]]) -> dict:
     except (ValueError, KeyError) as error:
         raise CreateError(f"bubblewrap did not start: {_log(folder)}") from error
     first_started = kernel.start_time(pid) or 0
-    made.append((pid, first_started))
+    made.append(os.pidfd_open(pid))
     _wait_ready(pid, first_started, folder, deadline)
     _spare(pid)
-    _spare(child)
+    # Bubblewrap's own process has nothing more to do: it would only wait for the first process, and take memory.
+    _kill(made.pop(0))
     place = Place(pid, first_started, request["uid"], WORKSPACE)
     write_inside(place, request["files_from"], own=request["base"] is not None)
-    return {"pid": pid, "started": first_started, "bwrap": child, "bwrap_started": started}
+    return {"pid": pid, "started": first_started}
 
 
 def _spare(pid: int) -> None:
