@@ -32,7 +32,7 @@ class CloneSettings:
     steps: int = 256
     batch: int = 64
     matrix_rate: float = 0.02
-    other_rate: float = 4e-3
+    other_rate: float = 1e-2
 
 
 def example(tokenizer: TinyTokenizer, demonstration: Demonstration) -> Example:

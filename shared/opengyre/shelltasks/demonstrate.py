@@ -14,7 +14,7 @@ from opengyre.shelltasks.tasks import DONE, Plan, instruction, plan, reference
 RIGHT: Final = 0.45
 """Share of demonstrations that solve their task."""
 
-INVENTED: Final = 0.8
+INVENTED: Final = 0.9
 """Share of demonstrations with invented words and file names."""
 
 

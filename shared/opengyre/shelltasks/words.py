@@ -40,7 +40,7 @@ TRAIN_STEMS: Final = tuple(
     account agenda alarm album answer archive article atlas backup ballot batch bill binder board booking
     brief budget bundle cache calendar caption cargo catalog census chapter chart checks claims client code column
     contact contract course credit daily data deals debate debt diary digest docket draft duty entry errors essay
-    event exam export facts field figure file final folder form fund goals grades graph guest guide header history
+    event exam export facts field figure final folder form fund goals grades graph guest guide header history
     hours index info input invoice items journal kit label later ledger lesson letter limits list lookup lot
     mail manual mark match memo menu message metric minute model month names news note notice number offer old order
     output page parcel parts pass patch payment people phone photo plan poem point policy poster price print profile
