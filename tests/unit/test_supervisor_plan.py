@@ -1,0 +1,34 @@
+"""What a stack consists of, and in which order it ends."""
+
+from pathlib import Path
+
+from opengyre.cli.supervisor_plan import MARK, Addresses, Program, services, stages
+
+ADDRESSES = Addresses("nats://127.0.0.1:1", "redis://127.0.0.1:2", 8080, "secret", Path("/state"))
+
+
+def test_the_gateway_stops_first_and_the_broker_last() -> None:
+    below = (Program("nats", ("nats",)), Program("valkey", ("valkey",)))
+    order = [[program.name for program in stage] for stage in stages([*below, *services(ADDRESSES, 2)])]
+    assert order[0] == ["gateway"]
+    assert {"rollout", "trainer", "trajectory", "allocator", "host0", "host1"} == set(order[1])
+    assert order[2:] == [["sandbox"], ["valkey"], ["nats"]]
+
+
+def test_every_service_is_told_where_everything_is() -> None:
+    programs = services(ADDRESSES, 3)
+    assert {program.name for program in programs} >= {"host0", "host1", "host2"}
+    for program in programs:
+        environment = program.environment
+        assert environment["GYRE_BUS__URL"] == "nats://127.0.0.1:1"
+        assert environment["GYRE_CACHE__URL"] == "redis://127.0.0.1:2"
+        assert environment[MARK] == environment["GYRE_STATE_DIR"] == "/state"
+        assert environment["GYRE_HTTP__PORT"] == ("8080" if program.name == "gateway" else "0")
+        assert ("GYRE_GATEWAY__API_KEYS" in environment) == (program.name == "gateway")
+        if program.name.startswith("host"):
+            assert environment["GYRE_HOST__HOST"] == program.name
+
+
+def test_without_a_cache_none_is_named() -> None:
+    program = services(Addresses("nats://127.0.0.1:1", None, 1, None, Path("/state")), 1)[0]
+    assert "GYRE_CACHE__URL" not in program.environment
