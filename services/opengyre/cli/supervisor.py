@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import nats.errors
-
 from opengyre.cli import supervisor_child as child_processes
 from opengyre.cli.supervisor_plan import Program, stages
 from opengyre.cli.supervisor_state import Do, Effect, Event, Kind, Life, State, advance
@@ -218,7 +216,7 @@ class Supervisor:
                     while not bus.lost.is_set():
                         self._take(list(view.values.values()), broker=bus.connected)
                         await view.changed(1.0)
-            except* (BusError, nats.errors.Error, OSError, TimeoutError) as errors:
+            except* (BusError, OSError, TimeoutError) as errors:
                 log.info("supervisor: the statuses are read anew (%r)", errors.exceptions[0])
             await asyncio.sleep(1)
 
