@@ -1,0 +1,190 @@
+"""The host's HTTP endpoint, in the shape of vLLM's own: `/inference/v1/generate` and `/inference/v1/abort_requests`.
+
+Token ids in, token ids out, with log-probs and weight-version spans. A host that is not in the rollout role answers
+503 `not_serving`, a full one 429 `too_many_requests`, a call that can never be served 400 `invalid_request`. A client
+that goes away frees the call's place.
+
+Awaits: a call is woken by the engine's answer, the client's going, an abort or `CALL_BOUND_S`, after which it is
+answered as far as it came.
+"""
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from opengyre.host.door import Door, FullError, NotServingError
+from opengyre.host.engine import Engine
+from opengyre.tiny.types import (
+    EngineBusyError,
+    EngineError,
+    GenerateRequest,
+    GenerateResult,
+    InvalidRequestError,
+    WrongStateError,
+)
+
+CALL_BOUND_S = 900.0
+MAX_BODY_BYTES = 8 << 20
+GONE = 499
+ID_PREFIX = "generate-tokens-"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] = []
+    logprobs: int | None = 0
+    """0 or nothing: the sampled token's own log-prob, which is always given."""
+    ignore_eos: bool = False
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    model: str | None = None
+    stream: bool = False
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    request_ids: list[str] | None = None
+    """None aborts all."""
+
+
+def to_request(body: GenerateBody, engine_id: str, seed: int) -> GenerateRequest:
+    """Raises `InvalidRequestError` for what no engine of ours does."""
+    params = body.sampling_params
+    if body.stream:
+        raise InvalidRequestError("stream is true; allowed is false")
+    if params.logprobs:
+        raise InvalidRequestError(f"sampling_params.logprobs is {params.logprobs}; allowed are 0 and null")
+    if not math.isfinite(params.temperature):
+        raise InvalidRequestError("sampling_params.temperature is not finite; allowed are values from 0 to 100")
+    return GenerateRequest(
+        request_id=engine_id,
+        token_ids=tuple(body.token_ids),
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        stop_token_ids=tuple(params.stop_token_ids),
+        seed=params.seed if params.seed is not None else seed,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def to_answer(request_id: str, result: GenerateResult) -> dict[str, Any]:
+    """The answer's JSON object."""
+    pairs = zip(result.token_ids, result.logprobs, strict=True)
+    return {
+        "request_id": request_id,
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": result.token_ids,
+                "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
+                "finish_reason": result.finish_reason,
+                "weight_versions": [
+                    {"version": str(span.version), "start": span.start, "end": span.end}
+                    for span in result.weight_versions
+                ],
+            }
+        ],
+    }
+
+
+class Inference:
+    """The endpoint. `why_not` says why the host does not serve."""
+
+    def __init__(self, engine: Engine, door: Door, why_not: Callable[[], str]) -> None:
+        self._engine = engine
+        self._door = door
+        self._why_not = why_not
+        self._numbers = itertools.count()
+        self._calls: dict[str, str] = {}
+        self.moved = 0
+        """Calls that were answered with partial tokens, since the start."""
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/inference/v1/generate", self.generate, methods=["POST"]),
+            Route("/inference/v1/abort_requests", self.abort, methods=["POST"]),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await _body(request), type=GenerateBody)
+            with self._door.inside():
+                return await self._call(request, body)
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+        except (NotServingError, WrongStateError):
+            return _error(503, "not_serving", self._why_not())
+        except (FullError, EngineBusyError) as error:
+            return _error(429, "too_many_requests", str(error))
+        except (msgspec.DecodeError, InvalidRequestError) as error:
+            return _error(400, "invalid_request", str(error))
+        except EngineError as error:
+            return _error(503, "engine_failed", str(error))
+
+    async def _call(self, request: Request, body: GenerateBody) -> Response:
+        # The engine's identifier is our own: a client that lost its connection may repeat its identifier at once.
+        engine_id = f"{next(self._numbers)}:{body.request_id}"
+        seed = random.getrandbits(63)
+        answer = self._engine.submit(to_request(body, engine_id, seed))
+        self._calls[engine_id] = body.request_id
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            done, _ = await asyncio.wait({answer, gone}, timeout=CALL_BOUND_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                await self._engine.abort([engine_id])
+            elif answer not in done:
+                return Response(status_code=GONE)
+            result = await answer
+        finally:
+            answer.cancel()
+            gone.cancel()
+            del self._calls[engine_id]
+        self.moved += result.finish_reason == "abort"
+        return _json(200, to_answer(body.request_id, result))
+
+    async def abort(self, request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await _body(request) or b"{}", type=AbortBody)
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+        except (msgspec.DecodeError, InvalidRequestError) as error:
+            return _error(400, "invalid_request", str(error))
+        wanted = None if body.request_ids is None else {name.removeprefix(ID_PREFIX) for name in body.request_ids}
+        chosen = [engine_id for engine_id, name in self._calls.items() if wanted is None or name in wanted]
+        aborted = await self._engine.abort(chosen) if chosen else 0
+        return _json(200, {"status": "aborted", "aborted": aborted})
+
+
+async def _body(request: Request) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_BODY_BYTES:
+            raise InvalidRequestError(f"the body is too large; allowed are {MAX_BODY_BYTES} bytes")
+    return bytes(content)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(status: int, value: object) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    return _json(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})

@@ -1,0 +1,348 @@
+"""One host: its engine, its training worker, and the role that it was told to have.
+
+The role machine (`roles`) is pure; this shell feeds it with commands, published weights and the ends of activities,
+and does what the present state asks for. One activity runs at a time, so engine and training worker never compute at
+once. Readers of the bus run beside it.
+
+Awaits: an activity is woken by `turned`, which every event of the machine and every new manifest sets, or by its own
+bound. A state's activity is chosen anew each time round, so a wake-up too many changes nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, assert_never
+
+from starlette.routing import BaseRoute
+
+from opengyre.host.door import Door
+from opengyre.host.drain import MemoryNotFreedError, drain, held
+from opengyre.host.engine import WAITING_FACTOR, Engine, make_engine
+from opengyre.host.inference import Inference
+from opengyre.host.reporter import Reporter
+from opengyre.host.roles import ACTIVITY, Activity, Effect, Event, Position, Signal, advance, ended
+from opengyre.host.versions import chosen_run, follow_published, replaces, retry_after, verified
+from opengyre.host.worker import Worker
+from opengyre.proto import subjects
+from opengyre.proto.host import DesiredRole, HostState, HostStateChanged, HostStatus
+from opengyre.proto.ids import check_token
+from opengyre.proto.run import RunSpec
+from opengyre.proto.weights import Manifest, WeightsApplied, WeightsRefused
+from opengyre.shared import metrics
+from opengyre.shared.bus import Bucket, BusError
+from opengyre.shared.lifecycle import Context
+from opengyre.tiny.config import ModelDirectoryError
+from opengyre.tiny.types import EngineError
+from opengyre.weights.manifest import WeightsError
+
+log = logging.getLogger("gyre.host")
+
+LOOK_AGAIN_S = 10.0
+"""An activity that only waits for events looks again after so long."""
+
+VERSION_FAULTS: Final = (WeightsError, ModelDirectoryError, EngineError, OSError)
+
+
+class EngineFailedError(Exception):
+    """The engine ended by itself; the process leaves, to be started again."""
+
+
+class Host:
+    def __init__(self, context: Context, engine: Engine | None = None) -> None:
+        settings = context.settings.host
+        self._context = context
+        self._settings = settings
+        self._host = check_token("host.host", settings.host)
+        self._cell = check_token("host.cell", settings.cell or settings.host)
+        self._boot = uuid.uuid4().hex[:12]
+        self._engine = engine or make_engine(settings)
+        self._door = Door((1 + WAITING_FACTOR) * settings.capacity)
+        self._inference = Inference(self._engine, self._door, self._why_not)
+        self._worker = Worker(context, self._host, self._boot, settings.threads)
+        self._reporter = Reporter(context.bus, self._status, settings.heartbeat_s, settings.lost_after_s)
+        self._position = Position()
+        self._grace_s = DesiredRole(host=self._host, role="rollout", epoch=-1).grace_s
+        self._turned = asyncio.Event()
+        self._run: str | None = None
+        self._current: Manifest | None = None
+        self._applied: Manifest | None = None
+        self._refused: set[tuple[str, int]] = set()
+        self._failures = 0
+        self._changes = 0
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
+        self._since = self._switch_began = loop.time()
+        self._last_switch_s: float | None = None
+        self._moved_before = 0
+        self._freed = 0
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return self._inference.routes()
+
+    async def run(self) -> None:
+        self._look()
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [
+                tasks.create_task(self._reporter.run()),
+                tasks.create_task(self._follow_run()),
+                tasks.create_task(self._obey()),
+                tasks.create_task(self._watch_engine()),
+                tasks.create_task(self._stop()),
+            ]
+            try:
+                await self._act()
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+                self._worker.close()
+        await self._reporter.close()
+        await self._engine.close()
+
+    # What comes in.
+
+    async def _stop(self) -> None:
+        await self._context.stopping.wait()
+        self._event(Signal.STOP, "the process was told to end")
+
+    async def _obey(self) -> None:
+        """The level in `gyre_desired`, whatever commands were missed."""
+        async with Bucket(self._context.bus, subjects.KV_DESIRED, DesiredRole).view() as view:
+            while True:
+                desired = view.values.get(self._host)
+                if desired is not None and desired.epoch > self._position.epoch:
+                    self._grace_s = desired.grace_s
+                    self._event(desired, desired.reason or f"told to be {desired.role}")
+                await view.changed(LOOK_AGAIN_S)
+
+    async def _follow_run(self) -> None:
+        """The active run, and its versions."""
+        bus = self._context.bus
+        async with Bucket(bus, subjects.KV_RUNS, RunSpec).view() as view, asyncio.TaskGroup() as tasks:
+            following: asyncio.Task[None] | None = None
+            try:
+                while True:
+                    run = chosen_run(view.values, view.revisions)
+                    if run is not None and run != self._run:
+                        if following is not None:
+                            following.cancel()
+                        self._run, self._current = run, None
+                        self._event(Signal.RUN_CHANGED, f"run {run} is active")
+                        following = tasks.create_task(follow_published(bus, run, self._found))
+                    await view.changed(LOOK_AGAIN_S)
+            finally:
+                if following is not None:
+                    following.cancel()
+
+    def _found(self, manifest: Manifest) -> None:
+        if manifest.run == self._run and replaces(self._current, manifest):
+            self._current = manifest
+            self._failures = 0
+            self._event(Signal.WEIGHTS, f"version {manifest.version} of {manifest.run} is published")
+
+    async def _watch_engine(self) -> None:
+        while True:
+            if self._engine.stats().state == "closed":
+                raise EngineFailedError("the engine ended by itself; the host leaves, to be started again")
+            await asyncio.sleep(self._settings.heartbeat_s)
+
+    # The machine.
+
+    def _event(self, event: Event, reason: str) -> None:
+        """Let the machine advance, do its effects, tell the change, wake the activity."""
+        before = self._position
+        self._position, effects = advance(before, event)
+        for effect in effects:
+            match effect:
+                case Effect.ADMIT:
+                    self._door.admit()
+                case Effect.REFUSE:
+                    self._door.refuse()
+                case _:
+                    assert_never(effect)
+        if self._position.state is not before.state:
+            self._tell(before.state, reason)
+        elif self._position != before:
+            self._reporter.changed()
+        self._look()
+        self._turned.set()
+
+    def _tell(self, before: HostState, reason: str) -> None:
+        now = self._clock()
+        after = self._position.state
+        change = HostStateChanged(
+            host=self._host,
+            cell=self._cell,
+            boot=self._boot,
+            sequence=self._changes,
+            before=before,
+            after=after,
+            epoch=self._position.epoch,
+            version=self._engine.stats().version,
+            live_calls=self._door.live,
+            moved_calls=self._inference.moved - self._moved_before if before is HostState.DRAINING else 0,
+            freed_bytes=self._freed if before is HostState.DRAINING else 0,
+            duration_s=now - self._since,
+            reason=reason,
+        )
+        self._changes += 1
+        self._since = now
+        if after in (HostState.DRAINING, HostState.LEAVING_TRAIN) or before in (
+            HostState.STARTING,
+            HostState.CORDONED,
+        ):
+            self._switch_began = now
+        if after is HostState.DRAINING:
+            self._moved_before = self._inference.moved
+        if after in (HostState.ROLLOUT, HostState.TRAIN, HostState.CORDONED):
+            self._last_switch_s = now - self._switch_began
+            metrics.ROLE_SWITCHES.labels(after.value).inc()
+            metrics.SWITCH_SECONDS.labels(after.value).observe(self._last_switch_s)
+        log.info("%s -> %s: %s", before.value, after.value, reason)
+        self._reporter.changed(change)
+
+    # What is done in each state.
+
+    async def _act(self) -> None:
+        while not ended(self._position):
+            self._turned.clear()
+            activity = ACTIVITY[self._position.state]
+            match activity:
+                case Activity.REST:
+                    await self._wait(LOOK_AGAIN_S)
+                case Activity.LOAD | Activity.SERVE:
+                    await self._serve_current()
+                case Activity.DRAIN:
+                    await self._drain()
+                case Activity.TRAIN:
+                    await self._worker.train(self._turned)
+                case Activity.LEAVE:
+                    await self._worker.leave()
+                    self._event(Signal.LEFT, "handed over")
+                case _:
+                    assert_never(activity)
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._turned.wait()
+
+    async def _serve_current(self) -> None:
+        """JOINING and ROLLOUT: bring the engine to the current version; when it is there, wait."""
+        manifest = self._current
+        asleep = self._engine.stats().state == "asleep"
+        if manifest is None or (manifest == self._applied and not asleep):
+            if self._position.state is HostState.JOINING and manifest is not None:
+                self._event(Signal.APPLIED, f"version {manifest.version} is applied")
+            else:
+                await self._wait(LOOK_AGAIN_S)
+            return
+        began = self._clock()
+        try:
+            await verified(manifest)
+            await self._load(manifest, asleep)
+        except VERSION_FAULTS as error:
+            await self._refuse(manifest, error)
+            return
+        self._failures = 0
+        try:
+            await self._acknowledge(manifest, self._clock() - began)
+        except BusError as error:
+            log.warning("version %d could not be acknowledged: %s", manifest.version, error)
+            await self._wait(retry_after(0))
+
+    async def _load(self, manifest: Manifest, asleep: bool) -> None:
+        directory = Path(manifest.directory)
+        if asleep:
+            await self._engine.wake(directory, manifest.version)
+            await self._engine.resume()
+            return
+        await self._engine.pause()
+        try:
+            await self._engine.load(directory, manifest.version)
+        finally:
+            await self._engine.resume()
+
+    async def _acknowledge(self, manifest: Manifest, duration_s: float) -> None:
+        """Only what was acknowledged counts as applied; raises `BusError`."""
+        event = WeightsApplied(
+            run=manifest.run, version=manifest.version, host=self._host, boot=self._boot, duration_s=duration_s
+        )
+        await self._context.bus.publish(subjects.weights(manifest.run, "applied"), event)
+        self._applied = manifest
+        metrics.WEIGHT_VERSION.labels(manifest.run).set(manifest.version)
+        log.info("version %d of %s applied in %.3f s", manifest.version, manifest.run, duration_s)
+        self._reporter.changed()
+
+    async def _refuse(self, manifest: Manifest, error: Exception) -> None:
+        """Say so once for each version, keep what is served, and read it again later."""
+        log.error("version %d of %s is refused: %s", manifest.version, manifest.run, error)
+        if (manifest.run, manifest.version) not in self._refused:
+            event = WeightsRefused(
+                run=manifest.run, version=manifest.version, host=self._host, boot=self._boot, error=str(error)
+            )
+            try:
+                await self._context.bus.publish(subjects.weights(manifest.run, "refused"), event)
+                self._refused.add((manifest.run, manifest.version))
+            except BusError as fault:
+                log.warning("the refusal could not be told: %s", fault)
+        delay = retry_after(self._failures)
+        self._failures += 1
+        with self._context.waits.on(f"version {manifest.version} to be readable: {error}", delay):
+            await self._wait(delay)
+
+    async def _drain(self) -> None:
+        try:
+            with self._context.waits.on("calls to leave and the engine to sleep", self._grace_s):
+                drained = await drain(self._engine, self._door, self._grace_s)
+        except (MemoryNotFreedError, EngineError) as error:
+            log.error("drain: %s", error)  # noqa: TRY400 - a known fault; its sentence says all
+            with self._context.waits.on(f"the engine to give its memory back: {error}", 1.0):
+                await self._context.pause(1.0)
+            return
+        self._freed = drained.freed_bytes
+        self._applied = None
+        self._event(Signal.DRAINED, f"the engine sleeps; {drained.freed_bytes} bytes are free")
+
+    # What is said.
+
+    def _why_not(self) -> str:
+        return f"host {self._host} is {self._position.state.value}; calls are taken in the rollout role"
+
+    def _look(self) -> None:
+        state = self._position.state
+        missing: str | None = None
+        if state is HostState.STARTING:
+            missing = "no weights are published yet"
+        elif state is HostState.JOINING:
+            version = self._current.version if self._current else "?"
+            missing = f"version {version} is being loaded"
+        self._context.missing = missing
+
+    def _status(self) -> HostStatus:
+        stats = self._engine.stats()
+        gauges = self._context.gauges
+        gauges["calls_in_flight"] = self._door.live
+        gauges["tokens_per_s"] = stats.tokens_per_s
+        gauges["version"] = stats.version
+        return HostStatus(
+            host=self._host,
+            cell=self._cell,
+            boot=self._boot,
+            state=self._position.state,
+            epoch=self._position.epoch,
+            url=self._context.url,
+            engine=self._engine.name,
+            run=self._run,
+            version=self._applied.version if self._applied else -1,
+            capacity=self._settings.capacity,
+            running=self._door.live,
+            tokens_per_s=round(stats.tokens_per_s, 1),
+            memory_bytes=held(self._engine),
+            training_group=self._worker.group,
+            training_update=self._worker.update,
+            since_s=round(self._clock() - self._since, 3),
+            last_switch_s=self._last_switch_s,
+        )

@@ -1,0 +1,189 @@
+"""The training worker: pulls groups from the trainer, adds their gradients, hands over.
+
+States: empty (holds nothing) -> holding (an accumulator of one attempt of one update) -> handing over (a gradient
+blob that the trainer has not answered for yet) -> empty. What a worker loses by a crash the trainer leases again;
+what it holds of an attempt that is no more is dropped.
+
+Torch runs in one thread that lives as long as the worker is in the TRAIN role. A group that cannot be trained is left
+out and named in the waits; the trainer sees that it is not held.
+
+Awaits: the trainer's answer (2 s an attempt); the thread's end of one group; `leave`, or `POLL_S`, where the trainer
+has nothing; the blob store.
+"""
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+import torch
+
+from opengyre.host.gradients import Accumulator, Learner, encoded, members_of
+from opengyre.learn.gradient import InvalidSequenceError
+from opengyre.proto.group import Member
+from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, WorkItem
+from opengyre.shared.blobs import BlobMissingError
+from opengyre.shared.bus import RpcFailedError, RpcUnavailableError, call
+from opengyre.shared.lifecycle import Context
+from opengyre.tiny.config import ModelDirectoryError
+from opengyre.weights.manifest import WeightsError
+
+log = logging.getLogger("gyre.host.worker")
+
+POLL_S: Final = 0.05
+ANSWER_S: Final = 2.0
+ABSENT_S: Final = 0.1
+"""How long a pull looks for a trainer where none answers: a worker that is to leave must not wait for it."""
+FAULT_S: Final = 1.0
+LEAVE_PATIENCE_S: Final = 8.0
+"""How long a worker that leaves tries to hand over; then the trainer's own timeout leases its groups again."""
+
+UNANSWERED: Final = (RpcFailedError, RpcUnavailableError)
+GROUP_FAULTS: Final = (InvalidSequenceError, WeightsError, ModelDirectoryError, BlobMissingError, msgspec.DecodeError)
+
+
+class Worker:
+    def __init__(self, context: Context, host: str, boot: str, threads: int) -> None:
+        self._context = context
+        self._host = host
+        self._boot = boot
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._learner = Learner()
+        self._held: Accumulator | None = None
+        self._contributions = 0
+        self.group: str | None = None
+        """The group at hand."""
+        self.update: int | None = None
+        """The update it works for."""
+
+    async def train(self, leave: asyncio.Event) -> None:
+        """Work until `leave` is set and the group at hand is finished. What is held stays held."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="train", initializer=self._prepare)
+        while not leave.is_set():
+            reply = await self._pull()
+            if reply is None or reply.wait is not None:
+                what = "the trainer to answer" if reply is None else (reply.wait or "the trainer")
+                with self._context.waits.on(what, POLL_S):
+                    await _until(leave, POLL_S)
+                continue
+            if reply.discard:
+                self._drop("the update that it belongs to is no more")
+            if reply.flush:
+                await self._hand_over(leaving=False, patience_s=LEAVE_PATIENCE_S)
+            if reply.item is not None:
+                await self._take(reply.item, leave)
+
+    async def leave(self) -> None:
+        """Hand over what is held, and end the thread. What cannot be handed over is dropped."""
+        if self._held is not None:
+            await self._hand_over(leaving=True, patience_s=LEAVE_PATIENCE_S)
+        if self._held is not None:
+            self._drop("the trainer did not answer for it while we left")
+        self.close()
+
+    def close(self) -> None:
+        """End the thread without waiting for the group that it may be at."""
+        self.update = None
+        self._held = None
+        self._learner = Learner()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _prepare(self) -> None:
+        # Both settings belong to the thread that computes.
+        torch.set_num_threads(self._threads)
+        torch.set_flush_denormal(True)
+
+    async def _pull(self) -> PullReply | None:
+        held = self._held
+        request = PullRequest(
+            host=self._host,
+            boot=self._boot,
+            update=held.update if held else None,
+            attempt=held.attempt if held else None,
+            holding=tuple(held.groups) if held else (),
+        )
+        try:
+            return await call(
+                self._context.bus, "trainer", "any", "pull", request, PullReply,
+                timeout_s=ANSWER_S, patience_s=ABSENT_S,
+            )  # fmt: skip
+        except UNANSWERED as error:
+            log.info("pull: %s", error)
+            return None
+
+    async def _take(self, item: WorkItem, leave: asyncio.Event) -> None:
+        if self._held is not None:
+            if not self._held.belongs(item):
+                self._drop(f"the trainer gave a group of update {item.update}, attempt {item.attempt}")
+            elif item.group.group in self._held.groups:
+                return  # The answer to a pull that was asked twice.
+        self.group, self.update = item.group.group, item.update
+        try:
+            members = await self._members(item)
+            if self._held is None:
+                self._contributions += 1
+            name = f"{self._boot}-{self._contributions}"
+            assert self._pool is not None
+            self._held = await asyncio.get_running_loop().run_in_executor(
+                self._pool, self._learner.add, item, members, self._held, name
+            )
+        except GROUP_FAULTS as error:
+            log.error("%s cannot be trained: %s", item.group.group, error)  # noqa: TRY400 - a known fault
+            with self._context.waits.on(f"{item.group.group} to be usable: {error}", FAULT_S):
+                await _until(leave, FAULT_S)
+        finally:
+            self.group = None
+
+    async def _members(self, item: WorkItem) -> tuple[Member, ...]:
+        if item.group.blob is None:
+            return item.group.members
+        content = await self._context.blobs.get(item.group.blob)
+        return await asyncio.to_thread(members_of, content)
+
+    async def _hand_over(self, *, leaving: bool, patience_s: float) -> None:
+        """Until the trainer took or refused it; what nobody answered for is kept."""
+        held = self._held
+        if held is None:
+            return
+        content = await asyncio.to_thread(encoded, held)
+        # Not synced: the groups are acknowledged at the commit, so a gradient need not outlive a crash of the machine.
+        gradient = await self._context.blobs.put(content, durable=False)
+        request = HandOver(
+            host=self._host,
+            boot=self._boot,
+            update=held.update,
+            attempt=held.attempt,
+            contribution=held.contribution,
+            groups=tuple(held.groups),
+            gradient=gradient,
+            stats=held.stats,
+            leaving=leaving,
+        )
+        try:
+            with self._context.waits.on("the trainer to take a gradient", patience_s):
+                reply = await call(
+                    self._context.bus, "trainer", "any", "hand_over", request, HandOverReply, patience_s=patience_s
+                )
+        except UNANSWERED as error:
+            log.warning("hand over of %s: %s", held.contribution, error)
+            return
+        if not reply.accepted:
+            log.warning("hand over of %s was refused: %s", held.contribution, reply.reason)
+        self._held = None
+
+    def _drop(self, reason: str) -> None:
+        if self._held is not None:
+            log.warning("dropped the gradient of %s: %s", ", ".join(self._held.groups), reason)
+        self._held = None
+
+
+async def _until(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -1,0 +1,424 @@
+"""A host over a real broker, with tiny engines: roles, drains with live calls, versions, what it says of itself."""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+
+from opengyre.host.drain import held
+from opengyre.host.engine import TinyHostEngine
+from opengyre.host.service import Host
+from opengyre.proto import subjects
+from opengyre.proto.host import DesiredRole, HostState, HostStateChanged, HostStatus
+from opengyre.proto.run import RunSpec
+from opengyre.proto.weights import Manifest, WeightsApplied, WeightsPublished, WeightsRefused
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bus import Bucket, Bus, read
+from opengyre.shared.http import app_of, listen, serving_http
+from opengyre.shared.lifecycle import Context
+from opengyre.shared.settings import HostSettings, Settings
+from opengyre.tiny.checkpoint import save_pretrained
+from opengyre.tiny.config import TinyConfig
+from opengyre.tiny.model import TinyModel
+from opengyre.weights.write import version_directory, write_version
+from support import eventually
+
+pytestmark = pytest.mark.torch
+
+CONFIG = TinyConfig(vocab_size=64, hidden_size=32, intermediate_size=64)
+PROMPT = [5, 6, 7, 8]
+LONG = 450
+
+
+class Versions:
+    """Publishes versions as the trainer does."""
+
+    def __init__(self, bus: Bus, root: Path, run: str = "r") -> None:
+        self.bus, self.root, self.run = bus, root, run
+
+    def write(self, version: int) -> Manifest:
+        model = TinyModel(CONFIG, seed=version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(4)
+        config = self.root / f"config{version}"
+        save_pretrained(model, config)
+        extra = {"config.json": (config / "config.json").read_bytes()}
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return write_version(
+            tensors,
+            version_directory(self.root / self.run, version),
+            run=self.run,
+            version=version,
+            parent=None,
+            step=version,
+            extra=extra,
+        )
+
+    async def announce(self, manifest: Manifest) -> None:
+        await self.bus.publish(
+            subjects.weights(self.run, "published"), WeightsPublished(run=self.run, manifest=manifest)
+        )
+
+    async def publish(self, version: int) -> Manifest:
+        manifest = self.write(version)
+        await self.announce(manifest)
+        return manifest
+
+
+class Running:
+    """A host in this process."""
+
+    def __init__(self, bus: Bus, context: Context, host: Host, engine: TinyHostEngine) -> None:
+        self.bus, self.context, self.host, self.engine = bus, context, host, engine
+        self.statuses = Bucket(bus, subjects.KV_HOSTS, HostStatus)
+        self.desired = Bucket(bus, subjects.KV_DESIRED, DesiredRole)
+        self.name = context.settings.host.host
+
+    async def status(self) -> HostStatus:
+        found = await self.statuses.get(self.name)
+        assert found is not None
+        return found[0]
+
+    async def tell(self, role: str, epoch: int, grace_s: float = 0.05) -> None:
+        await self.desired.put(
+            self.name,
+            DesiredRole(host=self.name, role=role, epoch=epoch, grace_s=grace_s),  # type: ignore[arg-type]
+        )
+
+    async def reach(self, state: HostState) -> HostStatus:
+        async def there() -> bool:
+            found = await self.statuses.get(self.name)
+            return found is not None and found[0].state is state
+
+        await eventually(there)
+        return await self.status()
+
+    async def changes(self) -> list[HostStateChanged]:
+        stored = await read(self.bus, subjects.HOSTS, subjects.host(self.name, "state"))
+        return [event for event in (s.event() for s in stored) if isinstance(event, HostStateChanged)]
+
+
+@contextlib.asynccontextmanager
+async def running(bus: Bus, folder: Path, name: str = "host0", engine: TinyHostEngine | None = None, **more: object):
+    settings = Settings(state_dir=folder, host=HostSettings(host=name, heartbeat_s=0.2, **more))  # type: ignore[arg-type]
+    sock = listen(settings.http)
+    async with Blobs(folder / "blobs", settings.cache) as blobs:
+        context = Context("host", f"{name}-test", settings, bus, blobs, f"http://127.0.0.1:{sock.getsockname()[1]}")
+        engine = engine or TinyHostEngine(settings.host.capacity, 1)
+        host = Host(context, engine)
+        async with serving_http(sock, app_of(list(host.routes()))):
+            task = asyncio.create_task(host.run())
+            try:
+                yield Running(bus, context, host, engine)
+            finally:
+                context.stopping.set()
+                await asyncio.wait_for(task, 15)
+
+
+@pytest.fixture
+async def run(bus: Bus) -> RunSpec:
+    spec = RunSpec(run="r", model="unused")
+    await Bucket(bus, subjects.KV_RUNS, RunSpec).put("r", spec)
+    return spec
+
+
+@pytest.fixture
+def versions(bus: Bus, tmp_path: Path) -> Versions:
+    return Versions(bus, tmp_path / "weights")
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def body(name: str, tokens: list[int], max_tokens: int, seed: int = 11, **params: object) -> dict[str, object]:
+    sampling = {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "stop_token_ids": [], "logprobs": 0}
+    return {"request_id": name, "token_ids": tokens, "model": "r", "sampling_params": sampling | params}
+
+
+async def generate(http: aiohttp.ClientSession, host: Running, request: dict[str, object]) -> tuple[int, dict]:
+    async with http.post(f"{host.context.url}/inference/v1/generate", json=request) as response:
+        return response.status, await response.json()
+
+
+def choice(answer: tuple[int, dict]) -> dict:
+    status, content = answer
+    assert status == 200, content
+    return content["choices"][0]
+
+
+async def test_no_traffic_before_weights_then_joins_acknowledges_and_serves(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.STARTING)
+        assert host.context.missing == "no weights are published yet"
+        status, content = await generate(http, host, body("a", PROMPT, 4))
+        assert (status, content["error"]["type"]) == (503, "not_serving")
+        await versions.publish(0)
+        status = await host.reach(HostState.ROLLOUT)
+        assert (status.version, status.run, host.context.missing) == (0, "r", None)
+        assert status.memory_bytes > 0
+        applied = [s.event() for s in await read(bus, subjects.WEIGHTS, subjects.weights("r", "applied"))]
+        assert [(e.version, e.host) for e in applied if isinstance(e, WeightsApplied)] == [(0, "host0")]
+        answer = choice(await generate(http, host, body("a", PROMPT, 4)))
+        assert len(answer["token_ids"]) == 4
+        assert [pair["token_id"] for pair in answer["logprobs"]["content"]] == answer["token_ids"]
+        assert answer["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
+        assert answer["finish_reason"] == "length"
+    assert await host.statuses.get("host0") is None
+
+
+async def test_a_drain_stops_live_calls_and_a_moved_call_gives_the_tokens_of_an_unmoved_one(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s", "host0") as one, running(bus, tmp_path / "s", "host1") as two:
+        await one.reach(HostState.ROLLOUT)
+        await two.reach(HostState.ROLLOUT)
+        calls = [asyncio.create_task(generate(http, one, body(f"c{n}", PROMPT, LONG, seed=n))) for n in range(8)]
+        await eventually(lambda: one.engine.stats().tokens > 80)
+        await one.tell("train", 1, grace_s=0.02)
+        parts = [choice(await call) for call in calls]
+        await one.reach(HostState.TRAIN)
+        assert {part["finish_reason"] for part in parts} == {"abort"}
+        assert all(0 < len(part["token_ids"]) < LONG for part in parts)
+        assert held(one.engine) == 0
+        drained = (await one.changes())[-1]
+        assert (drained.before, drained.after, drained.moved_calls) == (HostState.DRAINING, HostState.TRAIN, 8)
+        assert drained.freed_bytes > 0
+        # Continued elsewhere, in another batch, they are what unbroken calls would have been.
+        moved, whole = [], []
+        for n, part in enumerate(parts):
+            sampled = part["token_ids"]
+            rest = body(f"m{n}", PROMPT + sampled, LONG - len(sampled), seed=n)
+            moved.append(asyncio.create_task(generate(http, two, rest)))
+            whole.append(asyncio.create_task(generate(http, two, body(f"w{n}", PROMPT, LONG, seed=n))))
+        for part, rest, unbroken in zip(parts, moved, whole, strict=True):
+            assert part["token_ids"] + choice(await rest)["token_ids"] == choice(await unbroken)["token_ids"]
+
+
+async def test_calls_that_end_within_the_grace_are_not_stopped(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        call = asyncio.create_task(generate(http, host, body("a", PROMPT, 100)))
+        await eventually(lambda: host.engine.stats().running == 1, every_s=0.001)
+        await host.tell("train", 1, grace_s=20.0)
+        assert choice(await call)["finish_reason"] == "length"
+        status, content = await generate(http, host, body("b", PROMPT, 4))
+        assert (status, content["error"]["type"]) == (503, "not_serving")
+        await host.reach(HostState.TRAIN)
+        assert (await host.changes())[-1].moved_calls == 0
+
+
+async def test_a_switch_and_back_is_quick_and_ends_with_the_newest_weights(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        await host.tell("train", 1)
+        status = await host.reach(HostState.TRAIN)
+        assert status.memory_bytes == 0
+        assert status.last_switch_s is not None
+        assert status.last_switch_s < 0.5
+        await versions.publish(1)
+        await versions.publish(2)
+        await host.tell("rollout", 2)
+        status = await host.reach(HostState.ROLLOUT)
+        assert (status.version, status.epoch) == (2, 2)
+        assert status.last_switch_s is not None
+        assert status.last_switch_s < 0.5
+        assert [c.after for c in await host.changes()] == [
+            HostState.JOINING, HostState.ROLLOUT, HostState.DRAINING, HostState.TRAIN, HostState.LEAVING_TRAIN,
+            HostState.JOINING, HostState.ROLLOUT,
+        ]  # fmt: skip
+        # A repeat and an older command change nothing.
+        await host.tell("train", 2)
+        await host.tell("cordoned", 1)
+        assert choice(await generate(http, host, body("a", PROMPT, 4)))["finish_reason"] == "length"
+        assert len(await host.changes()) == 7
+
+
+async def test_a_new_version_is_applied_under_live_calls_with_exact_spans(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        later = versions.write(1)
+        call = asyncio.create_task(generate(http, host, body("a", PROMPT, LONG)))
+        await eventually(lambda: host.engine.stats().tokens > 5, every_s=0.001)
+        await versions.announce(later)
+        answer = choice(await call)
+        assert len(answer["token_ids"]) == LONG
+        spans = answer["weight_versions"]
+        assert [span["version"] for span in spans] == ["0", "1"]
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], LONG)
+        assert (await host.status()).version == 1
+
+
+async def test_a_corrupted_shard_is_refused_and_applied_after_its_repair(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        manifest = versions.write(1)
+        shard = Path(manifest.directory) / "model.safetensors"
+        good = tmp_path / "good"
+        shutil.copy(shard, good)
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(bytes(content))
+        await versions.announce(manifest)
+
+        async def refused() -> bool:
+            return bool(await read(bus, subjects.WEIGHTS, subjects.weights("r", "refused")))
+
+        await eventually(refused)
+        event = (await read(bus, subjects.WEIGHTS, subjects.weights("r", "refused")))[0].event()
+        assert isinstance(event, WeightsRefused)
+        assert "model.safetensors" in event.error
+        assert choice(await generate(http, host, body("a", PROMPT, 4)))["weight_versions"][0]["version"] == "0"
+        shutil.copy(good, shard)
+
+        async def applied() -> bool:
+            return (await host.status()).version == 1
+
+        await eventually(applied)
+        assert choice(await generate(http, host, body("b", PROMPT, 4)))["weight_versions"][0]["version"] == "1"
+
+
+async def test_memory_that_is_not_freed_keeps_training_from_starting(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    class Leaky(TinyHostEngine):
+        leaks = True
+
+        async def sleep(self) -> None:
+            if not self.leaks:
+                await super().sleep()
+
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s", engine=(leaky := Leaky(4, 1))) as host:
+        await host.reach(HostState.ROLLOUT)
+        await host.tell("train", 1)
+        await eventually(lambda: any("memory" in wait.what for wait in host.context.waits.report()))
+        assert (await host.status()).state is HostState.DRAINING
+        leaky.leaks = False
+        await host.reach(HostState.TRAIN)
+
+
+async def test_a_client_that_goes_away_frees_its_place(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        await host.engine.pause()
+        call = asyncio.create_task(generate(http, host, body("a", PROMPT, LONG)))
+        await eventually(lambda: host.engine.stats().waiting == 1)
+        call.cancel()
+        await eventually(lambda: host.engine.stats().waiting == 0)
+        await host.engine.resume()
+        # The same identifier is free again at once.
+        assert choice(await generate(http, host, body("a", PROMPT, 3)))["finish_reason"] == "length"
+
+
+async def test_abort_delivers_partial_tokens_of_the_named_call(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        calls = {n: asyncio.create_task(generate(http, host, body(n, PROMPT, LONG))) for n in ("a", "b")}
+        await eventually(lambda: host.engine.stats().running == 2, every_s=0.001)
+        url = f"{host.context.url}/inference/v1/abort_requests"
+        async with http.post(url, json={"request_ids": ["generate-tokens-a", "unknown"]}) as response:
+            assert await response.json() == {"status": "aborted", "aborted": 1}
+        assert choice(await calls["a"])["finish_reason"] == "abort"
+        assert choice(await calls["b"])["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [64]}, "token_ids"),
+        ({"stream": True}, "stream"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"sampling_params": {"max_tokens": 4, "logprobs": 5}}, "logprobs"),
+        ({"sampling_params": {"max_tokens": 4, "top_p": 0.5}}, "top_p"),
+        ({"sampling_params": None}, "sampling_params"),
+        ({"token_ids": "x"}, "token_ids"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_named(change: dict[str, object], word: str) -> None:
+    from opengyre.host.inference import GenerateBody, to_request
+    from opengyre.tiny.core import Core
+    from opengyre.tiny.types import EngineSettings, InvalidRequestError
+
+    def serve() -> None:
+        payload = msgspec.json.encode(body("a", PROMPT, 4) | change)
+        request = to_request(msgspec.json.decode(payload, type=GenerateBody), "1:a", 0)
+        Core(CONFIG, EngineSettings()).check(request)
+
+    with pytest.raises((InvalidRequestError, msgspec.ValidationError), match=word):
+        serve()
+
+
+async def test_too_many_calls_are_refused_with_429(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s", capacity=1) as host:
+        await host.reach(HostState.ROLLOUT)
+        await host.engine.pause()
+        calls = [asyncio.create_task(generate(http, host, body(f"c{n}", PROMPT, 2))) for n in range(9)]
+        await eventually(lambda: host.host._door.live == 9)
+        status, content = await generate(http, host, body("more", PROMPT, 2))
+        assert (status, content["error"]["type"]) == (429, "too_many_requests")
+        await host.engine.resume()
+        assert {choice(await call)["finish_reason"] for call in calls} == {"length"}
+
+
+async def test_a_level_that_was_set_while_the_host_was_away_is_obeyed(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    await versions.publish(0)
+    await Bucket(bus, subjects.KV_DESIRED, DesiredRole).put(
+        "host0", DesiredRole(host="host0", role="cordoned", epoch=7)
+    )
+    async with running(bus, tmp_path / "s") as host:
+        status = await host.reach(HostState.CORDONED)
+        assert status.epoch == 7
+
+
+async def test_another_run_is_served_only_with_weights_of_its_own(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(3)
+    async with running(bus, tmp_path / "s") as host:
+        assert (await host.reach(HostState.ROLLOUT)).version == 3
+        runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
+        await runs.put("r", msgspec.structs.replace(run, state="finished"))
+        await runs.put("q", RunSpec(run="q", model="unused"))
+        await host.reach(HostState.STARTING)
+        assert (await generate(http, host, body("a", PROMPT, 4)))[0] == 503
+        await Versions(bus, versions.root, "q").publish(0)
+        status = await host.reach(HostState.ROLLOUT)
+        assert (status.run, status.version) == ("q", 0)
