@@ -1,0 +1,145 @@
+"""How many groups are admitted now, of which tasks, and what their episodes are. Pure.
+
+Boundary dispatch: while version `v` is the published one, groups are admitted until `(v + phi + mu) * B` groups have
+been or will be consumed; `v * B` of them are consumed by then, so `(phi + mu) * B` are unconsumed at the boundary and
+ever fewer until the next. The target is a level: asking again admits nothing more, whatever was lost or repeated.
+A group that is dropped before an update takes it is made up for at once, or a full batch might never come.
+
+Tasks are taken in the order of submission, `repeat` times each. Groups that evaluate are no part of the depth: they
+are admitted as they come, with one execution each.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from opengyre.proto import ids
+from opengyre.proto.decision import GroupEntry
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.run import RunSpec
+from opengyre.proto.task import TaskAdmitted, TaskSpec
+
+
+def room(run: RunSpec, *, published: int, kept: int, unconsumed: int) -> int:
+    """How many train groups may be admitted now.
+
+    `kept` are all train groups but those that were dropped unconsumed; `unconsumed` are live or ready. Both bounds
+    hold at the same time, because the consumption of a batch may be heard of before or after the version it made.
+    """
+    if published < 0 or run.state != "active":
+        return 0
+    dispatch = run.dispatch
+    depth = (dispatch.phi + dispatch.mu) * dispatch.batch_groups
+    target = published * dispatch.batch_groups + depth
+    if run.updates is not None:
+        target = min(target, run.updates * dispatch.batch_groups)
+    return max(0, int(min(target - kept, depth - unconsumed)))
+
+
+def seed_of(run_seed: int, sequence: int, member: int) -> int:
+    """Seed of an execution: 63 bits, the same on every machine and at every time."""
+    digest = hashlib.blake2b(f"{run_seed}:{sequence}:{member}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def new_entry(run: RunSpec, task: TaskSpec, sequence: int, version: int) -> GroupEntry:
+    """The ledger's entry of a group that is about to be dispatched."""
+    group = ids.group_id(run.run, sequence)
+    size = run.dispatch.group_size if task.purpose == "train" else 1
+    return GroupEntry(
+        run=run.run,
+        group=group,
+        task=task.task,
+        sequence=sequence,
+        purpose=task.purpose,
+        state="live",
+        executions=tuple(ids.execution_id(group, member) for member in range(size)),
+        admitted_version=version,
+    )
+
+
+def dispatches(run: RunSpec, task: TaskSpec, entry: GroupEntry) -> list[EpisodeDispatch]:
+    """The episodes of a group; the same ones each time."""
+    return [
+        EpisodeDispatch(
+            run=run.run,
+            group=entry.group,
+            execution=execution,
+            members=entry.executions,
+            version=entry.admitted_version,
+            seed=seed_of(run.seed, entry.sequence, member),
+            task=task,
+            harness=run.harness,
+            min_members=min(run.dispatch.min_members, len(entry.executions)),
+            advantage=run.optimization.advantage,
+        )
+        for member, execution in enumerate(entry.executions)
+    ]
+
+
+def admitted(entry: GroupEntry) -> TaskAdmitted:
+    return TaskAdmitted(
+        run=entry.run,
+        task=entry.task,
+        group=entry.group,
+        executions=entry.executions,
+        version=entry.admitted_version,
+    )
+
+
+@dataclass
+class _Waiting:
+    task: TaskSpec
+    left: int
+
+
+class TaskQueue:
+    """Tasks that wait, in the order of submission: those that train and those that evaluate apart."""
+
+    def __init__(self, made: Mapping[str, int] | None = None) -> None:
+        """`made`: how many groups were made of each task already."""
+        self._made = made or {}
+        self._tasks: dict[str, TaskSpec] = {}
+        self._waiting: dict[str, deque[_Waiting]] = {"train": deque(), "evaluate": deque()}
+
+    def submit(self, task: TaskSpec) -> None:
+        """A task that is known already is not taken again."""
+        if task.task in self._tasks:
+            return
+        self._tasks[task.task] = task
+        left = task.repeat - self._made.get(task.task, 0)
+        if left > 0:
+            self._waiting[task.purpose].append(_Waiting(task, left))
+
+    def get(self, task: str) -> TaskSpec | None:
+        return self._tasks.get(task)
+
+    def take(self, purpose: str, most: int) -> list[TaskSpec]:
+        """The next tasks, `most` groups at most; a task comes as often as groups are made of it."""
+        taken: list[TaskSpec] = []
+        waiting = self._waiting[purpose]
+        while waiting and len(taken) < most:
+            first = waiting[0]
+            taken.append(first.task)
+            first.left -= 1
+            if first.left == 0:
+                waiting.popleft()
+        return taken
+
+    def waiting(self, purpose: str) -> int:
+        """How many groups can still be made."""
+        return sum(item.left for item in self._waiting[purpose])
+
+    @property
+    def tasks_waiting(self) -> int:
+        """Tasks of which not all groups were made."""
+        return sum(map(len, self._waiting.values()))
+
+
+def made_of(entries: Iterable[GroupEntry]) -> dict[str, int]:
+    """Task -> groups that were made of it."""
+    made: dict[str, int] = {}
+    for entry in entries:
+        made[entry.task] = made.get(entry.task, 0) + 1
+    return made

@@ -1,0 +1,133 @@
+"""Cells as the policy sees them, made of the hosts' heartbeats and levels. Pure, but for the clocks it remembers.
+
+A cell is the hosts that say so. Its state is that of its slowest host on the way to its role. A cell of which a host
+is missing (its heartbeat expired: LOST) holds no whole replica: it is reported, and the policy does not see it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opengyre.proto.decision import CellReport, CellView
+from opengyre.proto.host import DesiredRole, HostState, HostStatus, Role
+
+_S = HostState
+_ORDER: dict[Role | None, tuple[HostState, ...]] = {
+    "rollout": (_S.CORDONED, _S.DRAINING, _S.TRAIN, _S.LEAVING_TRAIN, _S.STARTING, _S.JOINING, _S.ROLLOUT),
+    "train": (_S.CORDONED, _S.STARTING, _S.LEAVING_TRAIN, _S.JOINING, _S.ROLLOUT, _S.DRAINING, _S.TRAIN),
+    "cordoned": (_S.STARTING, _S.JOINING, _S.ROLLOUT, _S.DRAINING, _S.TRAIN, _S.LEAVING_TRAIN, _S.CORDONED),
+}
+"""Farthest from the role first, the state of one that has arrived last."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell: `present` hosts have a heartbeat, `lost` ones have a level and none."""
+
+    name: str
+    present: tuple[HostStatus, ...]
+    lost: tuple[str, ...]
+    role: Role | None
+    wish: Role | None
+    settled: bool
+    torn: bool
+    """Its hosts were not all told the same: the last command has to be given again."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(sorted((*(status.host for status in self.present), *self.lost)))
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.present) and not self.lost
+
+    @property
+    def state(self) -> HostState:
+        """Of the slowest host that is present."""
+        order = _ORDER[self.role or "rollout"]
+        return min((status.state for status in self.present), key=order.index)
+
+    def report(self) -> CellReport:
+        state = self.state.value if self.whole else "lost"
+        return CellReport(cell=self.name, hosts=self.hosts, state=state, role=self.role, wish=self.wish)
+
+
+def gather(statuses: Mapping[str, HostStatus], levels: Mapping[str, DesiredRole]) -> dict[str, Cell]:
+    """All cells that are known, by name."""
+    members: dict[str, tuple[list[HostStatus], list[str]]] = {}
+    for status in statuses.values():
+        members.setdefault(status.cell, ([], []))[0].append(status)
+    for host, level in levels.items():
+        if host not in statuses:
+            members.setdefault(level.cell or host, ([], []))[1].append(host)
+    return {name: _cell(name, present, lost, levels) for name, (present, lost) in sorted(members.items())}
+
+
+def _cell(name: str, present: Sequence[HostStatus], lost: Sequence[str], levels: Mapping[str, DesiredRole]) -> Cell:
+    hosts = (*(status.host for status in present), *lost)
+    told = [levels[host] for host in hosts if host in levels]
+    latest = max(told, key=lambda level: level.epoch, default=None)
+    role = latest.role if latest else None
+    return Cell(
+        name=name,
+        present=tuple(sorted(present, key=lambda status: status.host)),
+        lost=tuple(sorted(lost)),
+        role=role,
+        wish=latest.wish if latest else None,
+        settled=all(_obeyed(status, levels.get(status.host), role) for status in present),
+        torn=latest is not None
+        and (len(told) < len(hosts) or any((t.role, t.wish) != (latest.role, latest.wish) for t in told)),
+    )
+
+
+def _obeyed(status: HostStatus, level: DesiredRole | None, role: Role | None) -> bool:
+    if role is not None and (level is None or level.role != role):
+        return False
+    arrived = status.state is _ORDER[role or "rollout"][-1]
+    return arrived and (level is None or status.epoch >= level.epoch)
+
+
+class Clocks:
+    """How long each cell has been as it is, on the clock whose readings it is given (seconds, monotonic)."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[tuple[object, ...], float]] = {}
+        self._idle: dict[str, tuple[float, float, tuple[HostStatus, ...]]] = {}
+        """Cell -> when it was first and last heard to be idle, and the heartbeats that said so last."""
+
+    def views(self, cells: Mapping[str, Cell], now: float) -> tuple[CellView, ...]:
+        """What the policy sees of the cells that are whole."""
+        for name in self._since.keys() - cells.keys():
+            del self._since[name]
+            self._idle.pop(name, None)
+        return tuple(self._view(cell, now) for cell in cells.values() if cell.whole)
+
+    def _view(self, cell: Cell, now: float) -> CellView:
+        marks = (cell.state, cell.role, cell.settled)
+        seen = self._since.get(cell.name)
+        if seen is None:
+            self._since[cell.name] = (marks, now - min(status.since_s for status in cell.present))
+        elif seen[0] != marks:
+            self._since[cell.name] = (marks, now)
+        return CellView(
+            cell=cell.name,
+            hosts=cell.hosts,
+            state=cell.state,
+            settled=cell.settled,
+            since_s=round(now - self._since[cell.name][1], 3),
+            capacity=sum(status.capacity for status in cell.present),
+            running=sum(status.running for status in cell.present),
+            wish=cell.wish,
+            role=cell.role,
+            idle_s=round(self._idle_s(cell, now), 3),
+        )
+
+    def _idle_s(self, cell: Cell, now: float) -> float:
+        """Between the first and the last heartbeat that said so: one alone may have met the gap between two groups."""
+        if cell.state is not HostState.TRAIN or any(status.training_group is not None for status in cell.present):
+            self._idle.pop(cell.name, None)
+            return 0.0
+        first, last, heard = self._idle.get(cell.name, (now, now, cell.present))
+        if heard != cell.present:
+            last = now
+        self._idle[cell.name] = (first, last, cell.present)
+        return last - first

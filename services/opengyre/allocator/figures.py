@@ -1,0 +1,66 @@
+"""The allocator's figures: metrics on /metrics and gauges of its status."""
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from opengyre.allocator.cells import Cell
+from opengyre.allocator.ledger import predicted
+from opengyre.allocator.progress import Progress
+from opengyre.shared.lifecycle import Context
+
+GROUPS = Gauge("gyre_groups", "Groups of the run that is led, by state", ["state"])
+UNCONSUMED = Gauge("gyre_unconsumed_groups", "Train groups that are live or ready")
+PREDICTED = Gauge("gyre_staleness_predicted", "E[d] = phi + (mu - 1) / 2")
+MEASURED = Gauge("gyre_staleness_mean", "Mean d of all groups that were trained")
+BALANCED = Gauge("gyre_books_balance", "1 while the accounting identity holds for groups and executions")
+CELLS = Gauge("gyre_cells", "Cells by state", ["state"])
+LEADER = Gauge("gyre_allocator_leader", "1 while this replica leads")
+TERMS = Counter("gyre_allocator_terms", "Terms that this replica began to lead")
+
+
+def show(context: Context, progress: Progress, cells: Mapping[str, Cell]) -> None:
+    """Set all figures of a run."""
+    ledger = progress.ledger
+    groups, executions = ledger.groups_book(), ledger.executions_book()
+    for state, count in (
+        ("live", groups.live),
+        ("ready", groups.ready),
+        ("trained", groups.trained),
+        ("dropped", sum(groups.dropped.values())),
+        ("evaluated", ledger.evaluated),
+    ):
+        GROUPS.labels(state).set(count)
+    UNCONSUMED.set(ledger.unconsumed)
+    PREDICTED.set(predicted(progress.spec.dispatch))
+    trained = ledger.distribution.total()
+    MEASURED.set(sum(d * count for d, count in ledger.distribution.items()) / trained if trained else 0.0)
+    BALANCED.set(groups.balances and executions.balances)
+    states: dict[str, int] = {}
+    for cell in cells.values():
+        state = cell.state.value if cell.whole else "lost"
+        states[state] = states.get(state, 0) + 1
+    for state, count in states.items():
+        CELLS.labels(state).set(count)
+    context.gauges |= {
+        "live_groups": groups.live,
+        "ready_groups": groups.ready,
+        "waiting_groups": progress.waiting_groups,
+        "unconsumed_groups": ledger.unconsumed,
+        "live_executions": progress.live_executions,
+        "pending_tasks": progress.queue.tasks_waiting,
+        "pending_groups": progress.queue.waiting("train"),
+        "published_version": progress.published,
+        "books_balance": float(groups.balances and executions.balances),
+    }
+
+
+def show_leader(context: Context, leads: bool) -> None:
+    LEADER.set(leads)
+    context.gauges["leader"] = float(leads)
+    if leads:
+        TERMS.inc()
+    else:
+        # What a former leader remembers would stand beside the new one's figures.
+        context.gauges.clear()
+        context.gauges["leader"] = 0.0

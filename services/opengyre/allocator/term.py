@@ -1,0 +1,237 @@
+"""One term of the leader: it loads the ledger, follows the active run's log, admits groups and switches cells.
+
+States: loading -> leading -> over (`DeposedError`, a stop, or a fault). One loop does everything in turn: take what
+the log said, write the entries that changed, admit, decide roles. So a decision sees whole states only, and the
+ledger has one writer. Only a wish of an operator is written beside it, under `_switching`.
+
+Invariants: admission and commands are compare-and-set (see `records`, `levels`), so that a leader that was replaced
+without knowing it is stopped at its first write; everything in memory can be made again from KV and the log.
+
+Awaits: the loop is woken by an event of the run, a change of a host or of a run, or `tick_s`; followers by the broker.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from opengyre.allocator import figures
+from opengyre.allocator.cells import Cell, Clocks, gather
+from opengyre.allocator.choose import current
+from opengyre.allocator.errors import DeposedError
+from opengyre.allocator.feed import Feed
+from opengyre.allocator.levels import Levels
+from opengyre.allocator.policy import decide
+from opengyre.allocator.progress import Progress
+from opengyre.allocator.records import Decisions, Records
+from opengyre.allocator.standing import Standing
+from opengyre.proto.base import Event
+from opengyre.proto.decision import GroupEntry, PolicyInput, RoleChange
+from opengyre.proto.host import DesiredRole, HostStatus
+from opengyre.proto.run import Dispatch, Elastic, RunSpec
+from opengyre.shared.bus import View
+from opengyre.shared.lifecycle import Context
+
+log = logging.getLogger("gyre.allocator")
+
+MOST_AT_ONCE = 64
+"""Groups of one admission; the rest follow in the next turn of the loop, after what was said meanwhile."""
+MOST_EVENTS = 1024
+
+
+class Term:
+    """Made with the lease's fencing token; `leading` is the way in."""
+
+    def __init__(
+        self, context: Context, token: int, hosts: View[HostStatus], desired: View[DesiredRole], runs: View[RunSpec]
+    ) -> None:
+        self._context = context
+        self._hosts = hosts
+        self._runs = runs
+        self.decisions = Decisions(context.bus, token)
+        self._records = Records(context.bus, self.decisions)
+        self._levels = Levels(context.bus, desired)
+        self._clocks = Clocks()
+        self._waiting = Standing(context.waits)
+        self._wake = asyncio.Event()
+        self._switching = asyncio.Lock()
+        self.entries: dict[str, list[GroupEntry]] = {}
+        """Of the runs that are not led, as they were when the term began."""
+        self.progress: Progress | None = None
+
+    @property
+    def runs(self) -> dict[str, RunSpec]:
+        return self._runs.values
+
+    def cells(self) -> dict[str, Cell]:
+        return gather(self._hosts.values, self._levels.current())
+
+    async def load(self) -> None:
+        """Read the ledger and finish what a former leader left half told."""
+        self.entries = await self._records.load()
+        await self._levels.finish()
+
+    async def run(self) -> None:
+        """Lead until the service stops. Raises `DeposedError`, `LawBrokenError`, `BusError`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [tasks.create_task(self._watch(view)) for view in (self._hosts, self._runs)]
+                while not self._context.stopping.is_set():
+                    spec = current(self._runs.values, self._runs.revisions)
+                    if spec is None:
+                        await self._lead_nothing()
+                    else:
+                        async with self._following(spec) as (progress, feed):
+                            await self._lead(progress, feed)
+                for watcher in watchers:
+                    watcher.cancel()
+        finally:
+            self._waiting.close()
+
+    async def _watch(self, view: "View[HostStatus] | View[RunSpec]") -> None:
+        while True:
+            if await view.changed(10):
+                self._wake.set()
+
+    async def _rest(self) -> None:
+        """Until something changes, a tick at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._context.settings.allocator.tick_s):
+                await self._wake.wait()
+        self._wake.clear()
+
+    async def _lead_nothing(self) -> None:
+        self._waiting.say("a run")
+        self._context.missing = None
+        await self._decide_roles(None)
+        await self._rest()
+
+    @contextlib.asynccontextmanager
+    async def _following(self, spec: RunSpec) -> AsyncIterator[tuple[Progress, Feed]]:
+        """Read a run's log and follow it for as long as the block lasts."""
+        feed = Feed(self._context.bus, spec.run)
+        progress = Progress(spec, self.entries.get(spec.run, ()))
+        self._waiting.say(f"the log of run {spec.run} to be read")
+        await self._take(progress, await feed.history(entry.group for entry in progress.ledger.live()))
+        await self._records.finish(progress)
+        self.progress = progress
+        self._context.missing = None
+        log.info("leading run %s: %d groups, version %d", spec.run, len(progress.ledger), progress.published)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                followers = [tasks.create_task(self._follow(feed, stream)) for stream in feed.streams]
+                yield progress, feed
+                for follower in followers:
+                    follower.cancel()
+        finally:
+            self.progress = None
+            self.entries[spec.run] = list(progress.ledger)
+
+    async def _follow(self, feed: Feed, stream: str) -> None:
+        async for event in feed.follow(stream):
+            await feed.queue.put(event)
+            self._wake.set()
+
+    async def _lead(self, progress: Progress, feed: Feed) -> None:
+        """Until another run is to be led or the service stops."""
+        while not self._context.stopping.is_set():
+            spec = current(self._runs.values, self._runs.revisions)
+            if spec is None or spec.run != progress.spec.run:
+                return
+            progress.spec = spec
+            await self._take(progress, _drained(feed.queue))
+            await self._admit(progress)
+            await self._decide_roles(progress)
+            figures.show(self._context, progress, self.cells())
+            self._waiting.say(progress.waits_for())
+            if feed.queue.empty():
+                await self._rest()
+
+    async def _take(self, progress: Progress, events: list[Event]) -> None:
+        """Apply events and write the entries that they changed."""
+        changed: dict[str, GroupEntry] = {}
+        for event in events:
+            try:
+                entry = progress.apply(event)
+            except LookupError as error:
+                await self._check_unknown(str(error.args[0]), event)
+                continue
+            if entry is not None:
+                changed[entry.group] = entry
+        await self._records.persist(changed.values())
+
+    async def _check_unknown(self, group: str, event: Event) -> None:
+        """A group that we do not know may have been made since we loaded, by a leader that was on its way out."""
+        if await self._records.exists(group):
+            raise DeposedError(f"group {group} was made by another while we led")
+        log.warning("%s speaks of group %s, which is not in the ledger", type(event).__name__, group)
+
+    async def _admit(self, progress: Progress) -> None:
+        spec, queue = progress.spec, progress.queue
+        if progress.published < 0 or spec.state == "stopped":
+            return
+        tasks = queue.take("evaluate", MOST_AT_ONCE)
+        tasks += queue.take("train", min(progress.room, MOST_AT_ONCE))
+        if tasks:
+            await self._records.admit(progress, tasks)
+            self._wake.set()
+
+    async def _decide_roles(self, progress: Progress | None) -> None:
+        async with self._switching:
+            cells = self.cells()
+            views = self._clocks.views(cells, asyncio.get_running_loop().time())
+            if progress is None:
+                given = PolicyInput(
+                    cells=views, live_executions=0, ready_groups=0, dispatch=Dispatch(), elastic=Elastic()
+                )
+            else:
+                given = progress.policy_input(views)
+            for cell in cells.values():
+                if cell.torn and cell.role is not None:
+                    again = RoleChange(cell=cell.name, role=cell.role, reason="its hosts were not all told the same")
+                    await self._switch(progress, cells, (again,), None)
+            changes = decide(given)
+            if changes:
+                await self._switch(progress, cells, changes, given)
+
+    async def _switch(
+        self,
+        progress: Progress | None,
+        cells: dict[str, Cell],
+        changes: tuple[RoleChange, ...],
+        given: PolicyInput | None,
+    ) -> None:
+        run = progress.spec.run if progress else "none"
+        kind = "roles" if given is not None else "wish"
+        decision = await self.decisions.publish(run, kind, input=given, changes=changes)
+        for change in changes:
+            cell = cells[change.cell]
+            log.info("cell %s to %s: %s", change.cell, change.role, change.reason)
+            await self._levels.command(cell, change.role, change.reason, decision, cell.wish)
+
+    async def wish(self, name: str, wish: str) -> Cell:
+        """Obey an operator; return the cell as it is. Raises `LookupError` for a cell that nobody knows."""
+        async with self._switching:
+            cell = self.cells().get(name)
+            if cell is None:
+                raise LookupError(name)
+            role, wanted = {
+                "drain": ("train", "train"),
+                "cordon": ("cordoned", "cordoned"),
+                "resume": ("rollout", None),
+            }[wish]
+            if cell.wish != wanted or cell.role != role:
+                run = self.progress.spec.run if self.progress else "none"
+                reason = f"an operator's wish: {wish}"
+                change = RoleChange(cell=name, role=role, reason=reason)
+                decision = await self.decisions.publish(run, "wish", changes=(change,), note=reason)
+                await self._levels.command(cell, role, reason, decision, wanted)
+                self._wake.set()
+            return cell
+
+
+def _drained(queue: asyncio.Queue[Event]) -> list[Event]:
+    events: list[Event] = []
+    while len(events) < MOST_EVENTS and not queue.empty():
+        events.append(queue.get_nowait())
+    return events
