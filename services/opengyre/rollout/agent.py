@@ -1,0 +1,130 @@
+"""The shell agent as a program: a client of its execution's endpoint, like any agent.
+
+It never sees a token id. A request that got no answer is sent again as it was; the endpoint answers it from the log
+if it was served. An endpoint that fails is asked until the episode's time budget ends.
+
+Awaits: a model call is woken by its answer, or sent again after `ASK_S` (it then joins the one under way); a command
+by its result.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.rollout.episode import AgentEnded
+from opengyre.rollout.shell import Ask, Execute, Step, decide
+
+log = logging.getLogger("gyre.rollout.agent")
+
+ASK_S = 300.0
+
+
+class Agent(Protocol):
+    """What works on a task until it ends by itself."""
+
+    async def run(self) -> AgentEnded: ...
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _ErrorBody = field(default_factory=_ErrorBody)  # type: ignore[assignment]
+
+
+_encoder = msgspec.json.Encoder()
+_completions = msgspec.json.Decoder(_Completion)
+_refusals = msgspec.json.Decoder(_Refusal)
+
+
+class CallRefusedError(Exception):
+    """The endpoint refuses the call, with OpenAI's error code."""
+
+    def __init__(self, message: str, code: str | None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ChatClient:
+    """An OpenAI client of the least kind."""
+
+    session: aiohttp.ClientSession
+    url: str
+    key: str
+    model: str
+
+    async def ask(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> str:
+        """The assistant's text; raises `CallRefusedError`."""
+        body = _encoder.encode({"model": self.model, "messages": messages, "max_tokens": max_tokens})
+        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+        for attempt in itertools.count():
+            try:
+                async with self.session.post(
+                    f"{self.url}/chat/completions",
+                    data=body,
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=ASK_S),
+                ) as response:
+                    content = await response.read()
+                    if response.status == 200:
+                        return _completions.decode(content).choices[0].message.content or ""
+                    if response.status < 500:
+                        error = _refusals.decode(content).error
+                        raise CallRefusedError(error.message, error.code)
+                    log.info("the endpoint answered %d: %s", response.status, content[:200])
+            except (aiohttp.ClientError, TimeoutError) as error:
+                log.info("the endpoint did not answer: %r", error)
+            await asyncio.sleep(min(0.05 * 2 ** min(attempt, 6), 2.0))
+        raise AssertionError
+
+
+Run = Callable[[int, str], Awaitable[str]]
+"""Run a turn's command in the sandbox; what the agent sees of it."""
+
+_ENDS = {"context_length_exceeded": "overflow", "insufficient_quota": "turn_budget"}
+
+
+@dataclass(frozen=True)
+class ShellAgent:
+    dispatch: EpisodeDispatch
+    client: ChatClient
+    run_command: Run
+    steps: list[Step]
+
+    async def run(self) -> AgentEnded:
+        while True:
+            match decide(self.dispatch, self.steps):
+                case AgentEnded() as end:
+                    return end
+                case Execute(turn, command):
+                    self.steps[turn] = Step(command, await self.run_command(turn, command))
+                case Ask(messages):
+                    try:
+                        text = await self.client.ask(messages, self.dispatch.harness.max_tokens)
+                    except CallRefusedError as error:
+                        reason = _ENDS.get(error.code or "", "agent_error")
+                        assert reason in ("overflow", "turn_budget", "agent_error")
+                        return AgentEnded(reason, str(error))
+                    self.steps.append(Step(text, None))

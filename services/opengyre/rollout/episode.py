@@ -1,0 +1,225 @@
+"""The states of an episode, as a fold over its log. Pure.
+
+    NEW --Started--> OPENING --SandboxOpened--> ACTING <--Suspended/Resumed--> SUSPENDED
+                        |                          | AgentEnded                    | AgentEnded
+                        | AgentEnded               v                               |
+                        +-------------------> VERIFYING <--------------------------+
+                                                   | Verified
+                                                   v
+                                                 ENDING --Ended--> RELEASING --Released--> OVER
+
+The same `advance` rebuilds the state from a log and drives a live episode, so that a writer that takes over stands
+where the former one stood. `AgentEnded` and `Released` are not in the log: a writer that takes over before `Verified`
+runs the agent again from its recorded turns, and the agent ends again by itself.
+"""
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.traj import (
+    AnyTrajEvent,
+    Call,
+    Ended,
+    EndReason,
+    Resumed,
+    SandboxOpened,
+    Started,
+    Suspended,
+    TakenOver,
+    ToolResult,
+    Verified,
+)
+
+
+class Phase(enum.Enum):
+    """Where an episode is."""
+
+    NEW = "new"
+    OPENING = "opening"
+    ACTING = "acting"
+    SUSPENDED = "suspended"
+    VERIFYING = "verifying"
+    ENDING = "ending"
+    RELEASING = "releasing"
+    OVER = "over"
+
+
+class Effect(enum.Enum):
+    """What has to be done next."""
+
+    OPEN_SANDBOX = "open_sandbox"
+    RUN_AGENT = "run_agent"
+    VERIFY = "verify"
+    CONCLUDE = "conclude"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """The agent is done, was stopped by a budget, or cannot go on."""
+
+    reason: EndReason
+    detail: str | None = None
+
+
+@dataclass(frozen=True)
+class Released:
+    """The sandbox is gone."""
+
+
+EpisodeEvent = AnyTrajEvent | AgentEnded | Released
+
+
+class IllegalTransitionError(ValueError):
+    """An event that cannot happen in this phase: the log is not one of ours."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """All that is known of an episode, but its turns."""
+
+    phase: Phase = Phase.NEW
+    dispatch: EpisodeDispatch | None = None
+    attempt: int = 0
+    events: int = 0
+    """Length of its log."""
+    sandbox: SandboxOpened | None = None
+    calls: int = 0
+    sampled_tokens: int = 0
+    active_s: float = 0.0
+    """Spent in calls and commands, without parking: what counts against the time budget after a change of writers."""
+    parked_s: float = 0.0
+    reason: EndReason | None = None
+    detail: str | None = None
+
+
+_DUE: dict[Phase, tuple[Effect, ...]] = {
+    Phase.OPENING: (Effect.OPEN_SANDBOX,),
+    Phase.ACTING: (Effect.RUN_AGENT,),
+    Phase.SUSPENDED: (Effect.RUN_AGENT,),
+    Phase.VERIFYING: (Effect.VERIFY,),
+    Phase.ENDING: (Effect.CONCLUDE,),
+    Phase.RELEASING: (Effect.RELEASE,),
+}
+
+
+def due(state: Episode) -> tuple[Effect, ...]:
+    """What a writer that begins in this state has to do."""
+    return _DUE.get(state.phase, ())
+
+
+def _started(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Started)
+    return replace(state, dispatch=event.dispatch, phase=Phase.OPENING)
+
+
+def _opened(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, SandboxOpened)
+    return replace(state, sandbox=event, phase=Phase.ACTING)
+
+
+def _called(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Call)
+    return replace(
+        state,
+        calls=state.calls + 1,
+        sampled_tokens=state.sampled_tokens + len(event.sampled_ids),
+        active_s=state.active_s + max(0.0, event.duration_s - event.parked_s),
+        parked_s=state.parked_s + event.parked_s,
+    )
+
+
+def _ran(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, ToolResult)
+    return replace(state, active_s=state.active_s + event.duration_s)
+
+
+def _suspended(state: Episode, _event: EpisodeEvent) -> Episode:
+    return replace(state, phase=Phase.SUSPENDED)
+
+
+def _acting(state: Episode, _event: EpisodeEvent) -> Episode:
+    return replace(state, phase=Phase.ACTING)
+
+
+def _agent_ended(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, AgentEnded)
+    return replace(state, phase=Phase.VERIFYING, reason=event.reason, detail=event.detail)
+
+
+def _verified(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Verified)
+    return replace(state, phase=Phase.ENDING, reason=event.reason or state.reason, detail=event.detail or state.detail)
+
+
+def _ended(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Ended)
+    return replace(state, phase=Phase.RELEASING, reason=event.reason, detail=event.detail)
+
+
+def _over(state: Episode, _event: EpisodeEvent) -> Episode:
+    return replace(state, phase=Phase.OVER)
+
+
+def _same(state: Episode, _event: EpisodeEvent) -> Episode:
+    return state
+
+
+_TABLE: dict[tuple[Phase, type], Callable[[Episode, EpisodeEvent], Episode]] = {
+    (Phase.NEW, Started): _started,
+    (Phase.OPENING, SandboxOpened): _opened,
+    (Phase.OPENING, TakenOver): _same,
+    (Phase.OPENING, AgentEnded): _agent_ended,
+    (Phase.OPENING, Verified): _verified,
+    (Phase.ACTING, Call): _called,
+    (Phase.ACTING, ToolResult): _ran,
+    (Phase.ACTING, Suspended): _suspended,
+    (Phase.ACTING, Resumed): _same,
+    (Phase.ACTING, TakenOver): _same,
+    (Phase.ACTING, AgentEnded): _agent_ended,
+    (Phase.ACTING, Verified): _verified,
+    # Other calls and commands of the same agent go on while one call is parked.
+    (Phase.SUSPENDED, Call): _called,
+    (Phase.SUSPENDED, ToolResult): _ran,
+    (Phase.SUSPENDED, Resumed): _acting,
+    # What was parked is asked for again by the new writer.
+    (Phase.SUSPENDED, TakenOver): _acting,
+    (Phase.SUSPENDED, AgentEnded): _agent_ended,
+    (Phase.SUSPENDED, Verified): _verified,
+    # What was being stored when the agent was stopped.
+    (Phase.VERIFYING, Call): _called,
+    (Phase.VERIFYING, ToolResult): _ran,
+    (Phase.VERIFYING, Suspended): _same,
+    (Phase.VERIFYING, Resumed): _same,
+    (Phase.VERIFYING, Verified): _verified,
+    (Phase.ENDING, TakenOver): _same,
+    (Phase.ENDING, Ended): _ended,
+    (Phase.RELEASING, Released): _over,
+}
+
+_ENTERED = {Phase.ACTING: {Phase.ACTING, Phase.SUSPENDED}, Phase.SUSPENDED: {Phase.ACTING, Phase.SUSPENDED}}
+"""Phases that are entered anew only from others than these: the agent that runs goes on."""
+
+
+def advance(state: Episode, event: EpisodeEvent) -> tuple[Episode, tuple[Effect, ...]]:
+    """The next state and what to do; raises `IllegalTransitionError`."""
+    step = _TABLE.get((state.phase, type(event)))
+    if step is None:
+        raise IllegalTransitionError(f"an episode that is {state.phase.value} cannot meet {type(event).__name__}")
+    after = step(state, event)
+    if not isinstance(event, AgentEnded | Released):
+        after = replace(after, events=state.events + 1, attempt=event.attempt)
+    begins = isinstance(event, TakenOver) or (
+        after.phase is not state.phase and state.phase not in _ENTERED.get(after.phase, ())
+    )
+    return after, due(after) if begins else ()
+
+
+def rebuild(log: Iterable[AnyTrajEvent]) -> Episode:
+    """The state after a log, in order."""
+    state = Episode()
+    for event in log:
+        state, _ = advance(state, event)
+    return state

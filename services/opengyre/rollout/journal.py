@@ -1,0 +1,124 @@
+"""The writer's end of an execution's log: the log is its lock.
+
+Invariants:
+- Events are appended one after the other, each under the sequence of the one before it. A writer that was replaced is
+  refused, `fenced` is set, and nothing more of it is stored.
+- An append that has begun is finished, also when who asked for it is cancelled: its outcome decides what comes next.
+- While the broker does not answer, the same append is repeated under the same id; nothing is lost and nothing twice.
+
+Awaits: `append` is woken by the broker's acknowledgement; `settled` by the end of an append under way.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from opengyre.proto import subjects
+from opengyre.proto.base import tag_of
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.traj import AnyTrajEvent, Started, TakenOver
+from opengyre.shared.bus import Bus, BusUnavailableError, FencedError, read
+from opengyre.shared.waits import Waits
+
+log = logging.getLogger("gyre.rollout.journal")
+
+E = TypeVar("E", bound=AnyTrajEvent)
+
+
+class Journal:
+    """Appends to one execution's log. Its order of use: `load`, `begin`, then the rest."""
+
+    def __init__(self, bus: Bus, waits: Waits, dispatch: EpisodeDispatch) -> None:
+        self._bus = bus
+        self._waits = waits
+        self._dispatch = dispatch
+        self._lock = asyncio.Lock()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self.scope = subjects.traj(dispatch.run, dispatch.group, dispatch.execution, ">")
+        self.last = 0
+        """Sequence of the log's last event."""
+        self.length = 0
+        self.attempt = 0
+        self.fenced = asyncio.Event()
+
+    async def load(self) -> list[AnyTrajEvent]:
+        """All events of the log, in order; empty if there is none."""
+        last = await self._bus.last(self.scope, subjects.TRAJ)
+        if last is None:
+            return []
+        stored = await read(self._bus, subjects.TRAJ, self.scope)
+        events = [message.event() for message in stored]
+        if not stored or stored[-1].sequence < last.sequence:
+            raise BusUnavailableError(f"{self.scope}: the log could not be read to its end")
+        self.last = stored[-1].sequence
+        self.length = len(events)
+        trajectory = [event for event in events if isinstance(event, AnyTrajEvent)]
+        self.attempt = trajectory[-1].attempt
+        return trajectory
+
+    async def begin(self, replica: str) -> AnyTrajEvent:
+        """Become the writer, after `load`: the event that begins our attempt. Raises `FencedError`."""
+        if self.length:
+            self.attempt += 1
+            return await self.append(TakenOver, replica=replica)
+        return await self.append(Started, dispatch=self._dispatch, replica=replica)
+
+    async def append(self, kind: Callable[..., E], **fields: object) -> E:
+        """Store an event of `kind`; identity and place in the log are filled in. Raises `FencedError`."""
+        done: asyncio.Future[E] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._append(kind, fields, done))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(done)
+
+    async def _append(self, kind: Callable[..., E], fields: dict[str, object], done: "asyncio.Future[E]") -> None:
+        try:
+            async with self._lock:
+                done.set_result(await self._store(kind, fields))
+        except FencedError as error:
+            self.fenced.set()
+            done.set_exception(error)
+        except BaseException as error:
+            if not done.done():
+                done.set_exception(error)
+            raise
+        finally:
+            if done.done() and not done.cancelled():
+                done.exception()
+
+    async def _store(self, kind: Callable[..., E], fields: dict[str, object]) -> E:
+        if self.fenced.is_set():
+            raise FencedError(f"{self.scope}: another writer appended first")
+        event = kind(
+            run=self._dispatch.run,
+            group=self._dispatch.group,
+            execution=self._dispatch.execution,
+            index=self.length,
+            attempt=self.attempt,
+            **fields,
+        )
+        subject = self.scope[:-1] + tag_of(event).split(".")[1]
+        while True:
+            try:
+                self.last = await self._bus.append(subject, event, scope=self.scope, last=self.last)
+            except BusUnavailableError as error:
+                log.warning("%s: %s; trying on", self._dispatch.execution, error)
+                with self._waits.on("the broker to store an event of an episode", 1.0):
+                    await asyncio.sleep(0.2)
+                continue
+            self.length += 1
+            return event
+
+    async def confirm(self) -> None:
+        """Make sure that we are still the writer, before an effect that is not an append. Raises `FencedError`."""
+        async with self._lock:
+            last = await self._bus.last(self.scope, subjects.TRAJ)
+            if self.fenced.is_set() or last is None or last.sequence != self.last:
+                self.fenced.set()
+                raise FencedError(f"{self.scope}: another writer appended first")
+
+    async def settled(self) -> None:
+        """Wait for appends under way."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)

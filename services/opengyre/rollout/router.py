@@ -1,0 +1,224 @@
+"""Brings each model call to a host in the rollout role, moves it when its host drains, parks it when there is none.
+
+Invariants:
+- A call's tokens so far are never thrown away: a host that stops it returns them, and the next one continues after
+  them, under the same seed. A lost connection costs what its host had not returned, and is sampled again.
+- A host is asked only while its status says ROLLOUT; one that failed is left alone until it says something new, or
+  for `AVOID_S`.
+- No failure of a host ends a call: it ends with a completion, a refusal of the request itself, or its caller's
+  cancellation.
+
+Awaits: a call in flight is woken by its host (at most `call_timeout_s`); a waiting one by a change of a host's status
+or the end of a call here, and looks again every `LOOK_S`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import aiohttp
+
+from opengyre.proto.host import HostStatus
+from opengyre.proto.traj import VersionSpan
+from opengyre.rollout.balance import choose
+from opengyre.rollout.engine import GenerateRequest, NotServedError, Part, SamplingParams, generate
+from opengyre.shared.bus import View
+from opengyre.shared.waits import Waits
+
+log = logging.getLogger("gyre.rollout.router")
+
+LOOK_S = 1.0
+AVOID_S = 1.0
+SETTLE_S = 0.1
+"""A call that finds no host for less than this is late, not parked."""
+
+
+class Parking(Protocol):
+    """Told when a call is parked and when it goes on."""
+
+    async def park(self) -> None: ...
+
+    async def unpark(self, waited_s: float) -> None: ...
+
+    def forsake(self) -> None:
+        """The call is given up while it is parked."""
+        ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What is to be sampled."""
+
+    request: str
+    """Unique among all requests that may be in flight."""
+    run: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    prefer: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """All that was sampled for a call, by however many hosts."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[VersionSpan, ...] = ()
+    finish: Literal["stop", "length", "abort"] = "abort"
+    hosts: tuple[str, ...] = ()
+    parked_s: float = 0.0
+
+
+def joined(so_far: Completion, part: Part, host: str, limit: int, stops: tuple[int, ...]) -> Completion:
+    """`so_far` continued by what `host` sampled; a part that was stopped where it would have ended anyway has ended."""
+    base = len(so_far.tokens)
+    spans = list(so_far.versions)
+    for span in part.versions:
+        if span.start == span.end:
+            continue
+        if spans and spans[-1].version == span.version:
+            spans[-1] = VersionSpan(version=span.version, start=spans[-1].start, end=base + span.end)
+        else:
+            spans.append(VersionSpan(version=span.version, start=base + span.start, end=base + span.end))
+    tokens = so_far.tokens + part.tokens
+    finish = part.finish
+    if finish == "abort" and tokens and tokens[-1] in stops:
+        finish = "stop"
+    elif finish == "abort" and len(tokens) >= limit:
+        finish = "length"
+    hosts = so_far.hosts if part.finish == "abort" and not part.tokens else (*so_far.hosts, host)
+    return replace(
+        so_far,
+        tokens=tokens,
+        logprobs=so_far.logprobs + part.logprobs,
+        versions=tuple(spans),
+        finish=finish,
+        hosts=hosts,
+    )
+
+
+@dataclass
+class Router:
+    view: View[HostStatus]
+    session: aiohttp.ClientSession
+    waits: Waits
+    call_timeout_s: float
+    in_flight: Counter[str] = field(default_factory=Counter)
+    _avoided: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Host -> the revision of its status and the time when it failed us."""
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def calls_in_flight(self) -> int:
+        return self.in_flight.total()
+
+    async def complete(self, call: Generation, parking: Parking) -> Completion:
+        """Sample until the call is finished; raises `RefusedError` when a host refuses the request itself."""
+        done = Completion()
+        limit = call.params.max_tokens
+        tries = 0
+        while True:
+            host, waited = await self._place(call, done, parking)
+            tries += 1
+            done = replace(done, parked_s=done.parked_s + waited)
+            request = GenerateRequest(
+                request_id=f"{call.request}-{tries}",
+                token_ids=call.tokens + done.tokens,
+                model=call.run,
+                sampling_params=_left(call.params, limit - len(done.tokens)),
+            )
+            try:
+                part = await generate(self.session, host.url, request, self.call_timeout_s)
+            except NotServedError as error:
+                log.info("host %s did not serve %s: %s", host.host, request.request_id, error)
+                self._avoid(host.host)
+                continue
+            finally:
+                self._free(host.host)
+            done = joined(done, part, host.host, limit, call.params.stop_token_ids)
+            if done.finish != "abort":
+                return done
+            log.debug("host %s stopped %s after %d tokens", host.host, request.request_id, len(part.tokens))
+            self._avoid(host.host)
+
+    async def _place(self, call: Generation, done: Completion, parking: Parking) -> tuple[HostStatus, float]:
+        """A host, with a place on it taken; and how long the call was parked."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        prefer = done.hosts[-1] if done.hosts else call.prefer
+        async with _parked(parking) as parked:
+            while True:
+                choice = choose(self.view.values.values(), call.run, self.in_flight, self._avoids(loop.time()), prefer)
+                if choice.host is not None:
+                    self.in_flight[choice.host.host] += 1
+                    return choice.host, loop.time() - since if parked.now else 0.0
+                what = "room at a host" if choice.serving else "a host in the rollout role"
+                if not choice.serving and not parked.now and loop.time() - since >= SETTLE_S:
+                    await parked.begin(since)
+                    continue
+                bound = LOOK_S if choice.serving or parked.now else SETTLE_S
+                with self.waits.on(what, bound):
+                    await self._change(bound, room=choice.serving)
+
+    async def _change(self, bound: float, *, room: bool) -> None:
+        if not room:
+            await self.view.changed(bound)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(bound):
+                await self._freed.wait()
+
+    def _free(self, host: str) -> None:
+        self.in_flight[host] -= 1
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def _avoid(self, host: str) -> None:
+        self._avoided[host] = (self.view.revisions.get(host, 0), asyncio.get_running_loop().time())
+
+    def _avoids(self, now: float) -> set[str]:
+        for host, (revision, since) in list(self._avoided.items()):
+            if now - since >= AVOID_S or self.view.revisions.get(host, 0) != revision:
+                del self._avoided[host]
+        return set(self._avoided)
+
+
+def _left(params: SamplingParams, tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+    )
+
+
+@dataclass
+class _Parked:
+    parking: Parking
+    since: float | None = None
+
+    @property
+    def now(self) -> bool:
+        return self.since is not None
+
+    async def begin(self, since: float) -> None:
+        self.since = since
+        await self.parking.park()
+
+
+@contextlib.asynccontextmanager
+async def _parked(parking: Parking) -> AsyncIterator[_Parked]:
+    parked = _Parked(parking)
+    try:
+        yield parked
+    except BaseException:
+        if parked.now:
+            parking.forsake()
+        raise
+    if parked.since is not None:
+        await parking.unpark(asyncio.get_running_loop().time() - parked.since)

@@ -1,0 +1,254 @@
+"""Drives one execution from where its log stands to its end: the shell around `episode.advance`.
+
+Outcomes: `ENDED` (Ended is stored, the sandbox removed), `STOPPED` (this replica stops: another one continues from the
+log), `FENCED` (another writer has it already: nothing more is done here, nothing answered).
+
+Invariants: every effect follows a stored event; what must not be done by a writer that was replaced (verification,
+which ends what the agent left running) is preceded by `Journal.confirm`; an append that has begun is finished.
+
+Awaits: `run` is woken by the end of the drive, by `stopping`, or by the journal's `fenced`, whichever is first.
+"""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.sandbox import SandboxRef
+from opengyre.proto.traj import AnyTrajEvent, Call, Ended, Part, SandboxOpened, ToolResult, Verified
+from opengyre.rollout import shell
+from opengyre.rollout.agent import ChatClient, ShellAgent
+from opengyre.rollout.budget import BudgetSpentError, TimeBudget
+from opengyre.rollout.endpoint import Endpoints
+from opengyre.rollout.episode import AgentEnded, Effect, Episode, EpisodeEvent, Phase, Released, advance, due, rebuild
+from opengyre.rollout.history import History
+from opengyre.rollout.journal import Journal
+from opengyre.rollout.models import Models
+from opengyre.rollout.recorder import Recorder
+from opengyre.rollout.router import Router
+from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLostError
+from opengyre.shared import metrics
+from opengyre.shared.bus import Bus
+from opengyre.shared.waits import Waits
+
+log = logging.getLogger("gyre.rollout.runner")
+
+
+class Outcome(enum.Enum):
+    ENDED = "ended"
+    STOPPED = "stopped"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True)
+class Station:
+    """What the episodes of one replica share."""
+
+    bus: Bus
+    waits: Waits
+    replica: str
+    url: str
+    """Base URL of this replica's HTTP side."""
+    session: aiohttp.ClientSession
+    sandboxes: Sandboxes
+    router: Router
+    endpoints: Endpoints
+    models: Models
+    stopping: asyncio.Event
+
+
+@dataclass
+class Runner:
+    station: Station
+    dispatch: EpisodeDispatch
+    state: Episode = field(default_factory=Episode)
+    history: History = field(default_factory=History)
+    recorder: Recorder | None = None
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.station.bus, self.station.waits, self.dispatch)
+
+    @property
+    def suspended(self) -> bool:
+        return self.recorder is not None and self.recorder.suspended
+
+    async def run(self) -> Outcome:
+        """Begin or continue the execution. Raises `RetryLater` when its run is not there."""
+        driving = asyncio.create_task(self._drive())
+        watching = [asyncio.create_task(event.wait()) for event in (self.station.stopping, self.journal.fenced)]
+        try:
+            await asyncio.wait([driving, *watching], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped = not driving.done()
+            for task in (driving, *watching):
+                task.cancel()
+            await asyncio.wait([driving, *watching])
+            await self.journal.settled()
+        if self.journal.fenced.is_set():
+            if not driving.cancelled():
+                driving.exception()
+            return Outcome.FENCED
+        if stopped and driving.cancelled():
+            return Outcome.STOPPED
+        driving.result()
+        return Outcome.ENDED
+
+    async def _drive(self) -> None:
+        renderer = await self.station.models.renderer(self.dispatch.run)
+        before = await self.journal.load()
+        self.state = rebuild(before)
+        self.history = History.of(before)
+        if self.state.phase is Phase.RELEASING:
+            log.info("%s has ended already", self.dispatch.execution)
+            effects = due(self.state)
+        else:
+            effects = self._take(await self.journal.begin(self.station.replica))
+        budget = TimeBudget(shell.time_budget_s(self.dispatch), self.state.active_s)
+        self.recorder = Recorder(
+            self.dispatch, self.journal.attempt, self.history, renderer, self.station.router, self._record, budget
+        )
+        pending = list(effects)
+        while pending:
+            for event in await self._perform(pending.pop(0), self.recorder, budget):
+                pending.extend(self._take(event))
+        assert self.state.phase is Phase.OVER, self.state.phase
+
+    def _take(self, event: EpisodeEvent) -> tuple[Effect, ...]:
+        self.state, effects = advance(self.state, event)
+        if isinstance(event, Call | ToolResult):
+            self.history.take(event)
+        return effects
+
+    async def _record(self, kind: Callable[..., AnyTrajEvent], /, **fields: Any) -> AnyTrajEvent:
+        """Store an event of the running agent, which asks for nothing by itself."""
+        event = await self.journal.append(kind, **fields)
+        effects = self._take(event)
+        assert not effects, effects
+        return event
+
+    async def _perform(self, effect: Effect, recorder: Recorder, budget: TimeBudget) -> list[EpisodeEvent]:
+        match effect:
+            case Effect.OPEN_SANDBOX:
+                return [await self._open()]
+            case Effect.RUN_AGENT:
+                return [await self._act(recorder, budget)]
+            case Effect.VERIFY:
+                return await self._verify()
+            case Effect.CONCLUDE:
+                return [await self._conclude(budget)]
+            case Effect.RELEASE:
+                if self.state.sandbox is not None:
+                    await self.station.sandboxes.destroy(self._ref())
+                return [Released()]
+
+    def _ref(self) -> SandboxRef:
+        opened = self.state.sandbox
+        assert opened is not None
+        return SandboxRef(sandbox=opened.sandbox, node=opened.node, isolated=opened.isolated)
+
+    async def _open(self) -> EpisodeEvent:
+        try:
+            ref = await self.station.sandboxes.open(self.dispatch, self.station.replica)
+        except (SandboxLostError, InvalidCommandError) as error:
+            return AgentEnded("infra", f"no sandbox: {error}")
+        return await self.journal.append(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
+
+    async def _act(self, recorder: Recorder, budget: TimeBudget) -> AgentEnded:
+        client = ChatClient(
+            self.station.session,
+            f"{self.station.url}/x/{self.dispatch.execution}/v1",
+            self.station.endpoints.key(self.dispatch.execution),
+            self.dispatch.run,
+        )
+        steps = [
+            shell.Step(turn.call.text, turn.result.output if turn.result is not None else None)
+            for turn in self.history.turns()
+        ]
+        agent = ShellAgent(self.dispatch, client, self._run_command, steps)
+        self.station.endpoints.open(recorder)
+        try:
+            at_once = self.journal.attempt > 0
+            async with (
+                self.station.sandboxes.kept(self._ref(), self.station.replica, at_once=at_once),
+                budget.limit(),
+            ):
+                return await agent.run()
+        except BudgetSpentError:
+            return AgentEnded("time_budget")
+        except SandboxLostError as error:
+            return AgentEnded("infra", str(error))
+        finally:
+            self.station.endpoints.close(self.dispatch.execution)
+            await recorder.close()
+            await self.journal.settled()
+
+    async def _run_command(self, turn: int, command: str) -> str:
+        harness = self.dispatch.harness
+        exec_id = f"{self.dispatch.execution}-t{turn}"
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        try:
+            result = await self.station.sandboxes.execute(self._ref(), exec_id, command, harness.command_timeout_s)
+        except InvalidCommandError as error:
+            exit_code, size, timed_out = 2, 0, False
+            output = str(error)[: harness.observation_chars]
+        else:
+            exit_code, timed_out = result.exit_code, result.timed_out
+            size = result.stdout_bytes + result.stderr_bytes
+            output = shell.observation(result, harness.observation_chars)
+        await self._record(
+            ToolResult,
+            turn=turn,
+            exec_id=exec_id,
+            command=command,
+            exit_code=exit_code,
+            output=output,
+            output_bytes=size,
+            timed_out=timed_out,
+            duration_s=loop.time() - since,
+        )
+        return output
+
+    async def _verify(self) -> list[EpisodeEvent]:
+        parts: tuple[Part, ...] = ()
+        fault: str | None = None
+        reason, detail = self.state.reason, self.state.detail
+        if reason == "infra":
+            fault = detail or "the sandbox is gone"
+        elif self.dispatch.task.checks:
+            await self.journal.confirm()
+            try:
+                result = await self.station.sandboxes.verify(self._ref(), self.dispatch)
+            except SandboxLostError as error:
+                reason, detail, fault = "infra", str(error), str(error)
+            except InvalidCommandError as error:
+                fault = str(error)
+            else:
+                fault = result.infra_error or (None if result.valid else "not every check could be evaluated")
+                if fault is None:
+                    parts = tuple(
+                        Part(name=part.name, weight=part.weight, value=part.passed, output=part.output)
+                        for part in result.parts
+                    )
+        return [await self.journal.append(Verified, parts=parts, infra_error=fault, reason=reason, detail=detail)]
+
+    async def _conclude(self, budget: TimeBudget) -> EpisodeEvent:
+        reason = self.state.reason or "agent_error"
+        event = await self.journal.append(
+            Ended,
+            reason=reason,
+            detail=self.state.detail,
+            turns=self.state.calls,
+            sampled_tokens=self.state.sampled_tokens,
+            duration_s=max(budget.spent_s, self.state.active_s) + self.state.parked_s,
+            members=self.dispatch.members,
+        )
+        metrics.EPISODES_ENDED.labels(reason).inc()
+        if reason == "infra":
+            metrics.EPISODES_INTERRUPTED.inc()
+        return event

@@ -1,0 +1,166 @@
+"""The rollout's end of the sandbox service: every request is repeated under its own id until it is answered.
+
+`SandboxLostError` is the end of an episode: the sandbox is gone, or its machine cannot run commands. A service that
+does not answer is none: it is waited for, and shown.
+
+Awaits: each is woken by an answer; one attempt is bounded by the command's own timeout and `MARGIN_S`.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.sandbox import (
+    SERVICE,
+    DestroyRequest,
+    DestroyResult,
+    ExecRequest,
+    ExecResult,
+    RenewRequest,
+    SandboxRef,
+    SandboxSpec,
+    VerifyRequest,
+    VerifyResult,
+)
+from opengyre.shared.bus import Bus, RpcFailedError, RpcUnavailableError, call
+from opengyre.shared.settings import RolloutSettings, SandboxSettings
+from opengyre.shared.waits import Waits
+
+log = logging.getLogger("gyre.rollout.sandboxes")
+
+MARGIN_S = 10.0
+PATIENCE_S = 5.0
+FAULTS = 5
+"""Failures of the machine in a row before its sandbox is given up."""
+VERIFICATIONS = 3
+OUTPUT_LIMIT = 64 << 10
+
+Reply = TypeVar("Reply")
+
+
+class SandboxLostError(Exception):
+    """The episode cannot go on in its sandbox."""
+
+
+class InvalidCommandError(Exception):
+    """The sandbox refuses the command itself; the agent is told."""
+
+
+@dataclass(frozen=True)
+class Sandboxes:
+    bus: Bus
+    waits: Waits
+    rollout: RolloutSettings
+    limits: SandboxSettings
+
+    async def open(self, dispatch: EpisodeDispatch, owner: str) -> SandboxRef:
+        """The execution's sandbox, made if it is not there; raises `SandboxLostError`."""
+        ttl = float(self.rollout.sandbox_ttl_s)
+        spec = SandboxSpec(
+            sandbox=dispatch.execution,
+            owner=owner,
+            labels={"run": dispatch.run, "group": dispatch.group, "execution": dispatch.execution},
+            files=dispatch.task.files,
+            workspace_mb=self.limits.workspace_mb,
+            memory_mb=self.limits.memory_mb,
+            pids=self.limits.pids,
+            ttl_s=ttl,
+            idle_ttl_s=ttl,
+        )
+        return await self._ask("any", "create", spec, SandboxRef, MARGIN_S)
+
+    async def execute(self, ref: SandboxRef, exec_id: str, command: str, timeout_s: float) -> ExecResult:
+        """Run a command once; raises `SandboxLostError` or `InvalidCommandError`."""
+        request = ExecRequest(
+            sandbox=ref.sandbox,
+            exec_id=exec_id,
+            command=command,
+            timeout_s=timeout_s,
+            output_limit=OUTPUT_LIMIT,
+        )
+        return await self._ask(ref.node, "exec", request, ExecResult, timeout_s + MARGIN_S)
+
+    async def verify(self, ref: SandboxRef, dispatch: EpisodeDispatch) -> VerifyResult:
+        """Run the task's checks; an evaluation that failed is tried again. Raises `SandboxLostError`."""
+        checks = dispatch.task.checks
+        timeout = dispatch.harness.command_timeout_s
+        result: VerifyResult | None = None
+        for number in range(VERIFICATIONS):
+            request = VerifyRequest(
+                sandbox=ref.sandbox,
+                verify_id=f"{dispatch.execution}-v{number}",
+                checks=checks,
+                timeout_s=timeout,
+            )
+            result = await self._ask(ref.node, "verify", request, VerifyResult, timeout * len(checks) + MARGIN_S)
+            if result.valid:
+                break
+            log.warning("%s: evaluation %d failed: %s", dispatch.execution, number + 1, result.infra_error)
+        assert result is not None
+        return result
+
+    async def destroy(self, ref: SandboxRef) -> None:
+        """Remove it; if nobody answers now, its lease ends it."""
+        try:
+            await call(
+                self.bus, SERVICE, ref.node, "destroy", DestroyRequest(sandbox=ref.sandbox), DestroyResult,
+                timeout_s=MARGIN_S, patience_s=PATIENCE_S,
+            )  # fmt: skip
+        except (RpcFailedError, RpcUnavailableError) as error:
+            log.info("sandbox %s is left to its lease: %s", ref.sandbox, error)
+
+    @contextlib.asynccontextmanager
+    async def kept(self, ref: SandboxRef, owner: str, *, at_once: bool) -> AsyncIterator[None]:
+        """Renew the lease at a third of its time to live, and first `at_once`, for as long as the block lasts."""
+        ttl = float(self.rollout.sandbox_ttl_s)
+
+        async def renew() -> None:
+            request = RenewRequest(sandbox=ref.sandbox, owner=owner, ttl_s=ttl)
+            if not at_once:
+                await asyncio.sleep(ttl / 3)
+            while True:
+                try:
+                    await call(
+                        self.bus, SERVICE, ref.node, "renew", request, SandboxRef, timeout_s=5, patience_s=ttl / 3
+                    )
+                except (RpcFailedError, RpcUnavailableError) as error:
+                    # Whether it is really gone shows at the next use, which knows what to do about it.
+                    log.warning("sandbox %s could not be renewed: %s", ref.sandbox, error)
+                await asyncio.sleep(ttl / 3)
+
+        renewing = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.wait([renewing])
+
+    async def _ask(
+        self, target: str, verb: str, request: msgspec.Struct, reply: type[Reply], timeout_s: float
+    ) -> Reply:
+        faults = 0
+        while True:
+            try:
+                with self.waits.on(f"the sandbox service ({verb})", timeout_s):
+                    return await call(
+                        self.bus, SERVICE, target, verb, request, reply, timeout_s=timeout_s, patience_s=PATIENCE_S
+                    )
+            except RpcUnavailableError as error:
+                log.warning("%s; trying on", error)
+            except RpcFailedError as error:
+                if error.kind == "invalid_request":
+                    raise InvalidCommandError(str(error)) from error
+                if error.kind == "sandbox_gone":
+                    raise SandboxLostError(str(error)) from error
+                if error.kind != "sandbox_busy":
+                    faults += 1
+                    if faults >= FAULTS:
+                        raise SandboxLostError(f"{verb} failed {faults} times: {error}") from error
+                log.info("sandbox: %s on %s: %s; trying again", verb, target, error)
+            await asyncio.sleep(min(0.1 * 2**faults, 2.0))

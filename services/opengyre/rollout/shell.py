@@ -1,0 +1,82 @@
+"""The shell agent's decisions. Pure.
+
+It says one command a turn and sees what the command printed, until it says `done` or a budget ends it. What it does
+next is a function of its turns so far, so that it goes on from a log.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.sandbox import ExecResult
+from opengyre.rollout.episode import AgentEnded
+from opengyre.rollout.messages import answer
+
+DONE = "done"
+"""What the agent says instead of a command when it thinks that the task is solved."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A turn as the agent knows it: what was said, and what it saw (None: not yet run)."""
+
+    command: str
+    observation: str | None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Call the model."""
+
+    messages: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Execute:
+    turn: int
+    command: str
+
+
+Next = Ask | Execute | AgentEnded
+
+
+def turn_budget(dispatch: EpisodeDispatch) -> int:
+    return dispatch.task.max_turns if dispatch.task.max_turns is not None else dispatch.harness.max_turns
+
+
+def time_budget_s(dispatch: EpisodeDispatch) -> float:
+    own = dispatch.task.time_budget_s
+    return own if own is not None else dispatch.harness.time_budget_s
+
+
+def messages(dispatch: EpisodeDispatch, steps: Sequence[Step]) -> tuple[dict[str, Any], ...]:
+    """The conversation so far."""
+    talk: list[dict[str, Any]] = []
+    if dispatch.harness.system is not None:
+        talk.append({"role": "system", "content": dispatch.harness.system})
+    talk.append({"role": "user", "content": dispatch.task.instruction})
+    for step in steps:
+        talk.append(answer(step.command))
+        if step.observation is not None:
+            talk.append({"role": "tool", "content": step.observation})
+    return tuple(talk)
+
+
+def decide(dispatch: EpisodeDispatch, steps: Sequence[Step]) -> Next:
+    """What the agent does next."""
+    if steps and steps[-1].command.strip() == DONE:
+        return AgentEnded("done")
+    if steps and steps[-1].observation is None:
+        return Execute(len(steps) - 1, steps[-1].command)
+    if len(steps) >= turn_budget(dispatch):
+        return AgentEnded("turn_budget")
+    return Ask(messages(dispatch, steps))
+
+
+def observation(result: ExecResult, limit: int) -> str:
+    """What the agent sees of a command: what it printed, cut to `limit` characters."""
+    printed = "\n".join(part for part in (result.stdout.strip(), result.stderr.strip()) if part)
+    if result.timed_out:
+        printed = f"timed out\n{printed}".strip()
+    return printed[:limit]

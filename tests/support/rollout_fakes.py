@@ -1,0 +1,279 @@
+"""A host and a sandbox node that speak the real protocols, with scripts for minds; and a rollout service in process."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from opengyre.proto import ids, subjects
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.run import Harness, RunSpec
+from opengyre.proto.sandbox import (
+    CheckResult,
+    DestroyRequest,
+    DestroyResult,
+    ExecRequest,
+    ExecResult,
+    RenewRequest,
+    SandboxRef,
+    SandboxSpec,
+    VerifyRequest,
+    VerifyResult,
+)
+from opengyre.proto.task import Check, TaskSpec
+from opengyre.proto.traj import AnyTrajEvent
+from opengyre.rollout.service import Rollout
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bus import Bucket, Bus, Endpoint, RpcFailedError, read, serving
+from opengyre.shared.http import app_of, listen, serving_http
+from opengyre.shared.lifecycle import Context
+from opengyre.shared.settings import HttpSettings, Settings
+from opengyre.tiny.tokenizer import TinyTokenizer
+from support import eventually
+
+TEXTS = ["write one into a.txt", "echo one > a.txt", "cp a.txt b.txt", "cat b.txt", "done"]
+
+
+def model_directory(folder: Path) -> Path:
+    TinyTokenizer.train(TEXTS, 300).save(folder)
+    return folder
+
+
+def dispatch(run: str = "r", number: int = 0, member: int = 0, **harness: object) -> EpisodeDispatch:
+    group = ids.group_id(run, number)
+    task = TaskSpec(
+        task=f"t{number}",
+        instruction="write one into a.txt",
+        files={"a.txt": "zero\n"},
+        checks=(Check(name="there", command="[ -f a.txt ]", weight=1.0),),
+    )
+    return EpisodeDispatch(
+        run=run,
+        group=group,
+        execution=ids.execution_id(group, member),
+        members=tuple(ids.execution_id(group, n) for n in range(2)),
+        version=0,
+        seed=1234 + member,
+        task=task,
+        harness=Harness(**{"max_turns": 4, "time_budget_s": 30.0, **harness}),  # type: ignore[arg-type]
+        min_members=1,
+    )
+
+
+class FakeHost:
+    """Answers `/inference/v1/generate` with the script's command of the turn, one token each `delay_s`."""
+
+    def __init__(self, bus: Bus, tokenizer: TinyTokenizer, name: str, script: list[str]) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.script = script
+        self.delay_s = 0.0
+        self.version = 0
+        self.state = HostState.ROLLOUT
+        self.draining = asyncio.Event()
+        self.requests: list[dict] = []
+        self.calls = 0
+        self.url = ""
+        self._bucket = Bucket(bus, subjects.KV_HOSTS, HostStatus)
+        self._marker = tokenizer.render([{"role": "user", "content": ""}])[-1]
+
+    async def become(self, state: HostState) -> None:
+        """Take a state and say so, as a host does."""
+        self.state = state
+        if state is HostState.ROLLOUT:
+            self.draining.clear()
+        else:
+            self.draining.set()
+        status = HostStatus(
+            host=self.name, cell=self.name, boot="b", state=state, epoch=1, url=self.url, engine="fake", run=None
+        )
+        await self._bucket.put(self.name, status)
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.state is not HostState.ROLLOUT:
+            return JSONResponse({"error": {"type": "not_serving", "message": self.state.value}}, status_code=503)
+        prompt: list[int] = body["token_ids"]
+        turns = [at for at, token in enumerate(prompt) if token == self._marker]
+        text = " " + self.script[min(len(turns), len(self.script)) - 1]
+        whole = [*self.tokenizer.encode(text), self.tokenizer.end_id]
+        rest = whole[len(prompt) - turns[-1] - 1 :]
+        said: list[int] = []
+        finish = "length"
+        self.calls += 1
+        try:
+            for token in rest[: body["sampling_params"]["max_tokens"]]:
+                if self.delay_s:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self.delay_s):
+                            await self.draining.wait()
+                if self.draining.is_set():
+                    finish = "abort"
+                    break
+                said.append(token)
+            else:
+                finish = "stop" if said and said[-1] == self.tokenizer.end_id else "length"
+        finally:
+            self.calls -= 1
+        choice = {
+            "token_ids": said,
+            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in said]},
+            "finish_reason": finish,
+            "weight_versions": [{"version": str(self.version), "start": 0, "end": len(said)}] if said else [],
+        }
+        return JSONResponse({"choices": [choice]})
+
+    @contextlib.asynccontextmanager
+    async def up(self) -> AsyncIterator["FakeHost"]:
+        sock = listen(HttpSettings())
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        app = app_of([Route("/inference/v1/generate", self.generate, methods=["POST"])])
+        async with serving_http(sock, app, shutdown_s=1):
+            await self.become(HostState.ROLLOUT)
+            yield self
+
+
+class FakeSandboxes:
+    """A node whose commands print what they were and take `delay_s`; each exec id runs once."""
+
+    def __init__(self, bus: Bus, node: str = "n0") -> None:
+        self._bus = bus
+        self.node = node
+        self.live: dict[str, SandboxSpec] = {}
+        self.created: Counter[str] = Counter()
+        self.ran: list[str] = []
+        self.renewed: Counter[str] = Counter()
+        self.verified: Counter[str] = Counter()
+        self.destroyed: set[str] = set()
+        self.delay_s = 0.0
+        self.print: dict[str, str] = {}
+        self.passes = 1.0
+        self.invalid_verifications = 0
+        self._execs: dict[str, asyncio.Task[ExecResult]] = {}
+
+    def _check(self, sandbox: str) -> None:
+        if sandbox not in self.live:
+            raise RpcFailedError("sandbox_gone", f"there is no sandbox {sandbox}")
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        if spec.sandbox not in self.live:
+            self.created[spec.sandbox] += 1
+            self.live[spec.sandbox] = spec
+        return SandboxRef(sandbox=spec.sandbox, node=self.node, isolated=True, expires_in_s=spec.ttl_s)
+
+    async def execute(self, request: ExecRequest) -> ExecResult:
+        self._check(request.sandbox)
+        task = self._execs.get(request.exec_id)
+        if task is None:
+            task = self._execs[request.exec_id] = asyncio.create_task(self._run(request))
+        return await asyncio.shield(task)
+
+    async def _run(self, request: ExecRequest) -> ExecResult:
+        self.ran.append(request.exec_id)
+        await asyncio.sleep(self.delay_s)
+        out = self.print.get(request.command, "")
+        return ExecResult(
+            exec_id=request.exec_id, exit_code=0, stdout=out, stderr="", stdout_bytes=len(out), stderr_bytes=0,
+            stdout_truncated=False, stderr_truncated=False, timed_out=False, duration_s=0.0, isolated=True,
+        )  # fmt: skip
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        self._check(request.sandbox)
+        self.verified[request.sandbox] += 1
+        valid = self.verified[request.sandbox] > self.invalid_verifications
+        parts = tuple(CheckResult(name=c.name, passed=self.passes, weight=c.weight) for c in request.checks)
+        return VerifyResult(
+            verify_id=request.verify_id, parts=parts, passed=len(parts), total=len(parts), valid=valid,
+            infra_error=None if valid else "the check could not be started",
+        )  # fmt: skip
+
+    async def renew(self, request: RenewRequest) -> SandboxRef:
+        self._check(request.sandbox)
+        self.renewed[request.sandbox] += 1
+        return SandboxRef(sandbox=request.sandbox, node=self.node, isolated=True)
+
+    async def destroy(self, request: DestroyRequest) -> DestroyResult:
+        self.destroyed.add(request.sandbox)
+        return DestroyResult(sandbox=request.sandbox, existed=self.live.pop(request.sandbox, None) is not None)
+
+    @contextlib.asynccontextmanager
+    async def up(self) -> AsyncIterator["FakeSandboxes"]:
+        own = {
+            "exec": Endpoint(ExecRequest, self.execute),
+            "verify": Endpoint(VerifyRequest, self.verify),
+            "renew": Endpoint(RenewRequest, self.renew),
+            "destroy": Endpoint(DestroyRequest, self.destroy),
+        }
+        async with (
+            serving(self._bus, "sandbox", "any", {"create": Endpoint(SandboxSpec, self.create)}),
+            serving(self._bus, "sandbox", self.node, own),
+        ):
+            yield self
+        for task in self._execs.values():
+            task.cancel()
+
+
+class Stack:
+    """A run, its model directory, a sandbox node and dispatches."""
+
+    def __init__(self, bus: Bus, folder: Path, url: str) -> None:
+        self.bus = bus
+        self.folder = folder
+        self.nats_url = url
+        self.model = model_directory(folder / "model")
+        self.tokenizer = TinyTokenizer.load(self.model)
+        self.sandboxes = FakeSandboxes(bus)
+
+    async def prepare(self, run: str = "r") -> None:
+        await Bucket(self.bus, subjects.KV_RUNS, RunSpec).put(run, RunSpec(run=run, model=str(self.model)))
+
+    def host(self, name: str, script: list[str]) -> FakeHost:
+        return FakeHost(self.bus, self.tokenizer, name, script)
+
+    async def submit(self, episode: EpisodeDispatch) -> None:
+        await self.bus.publish(subjects.episode_dispatch(episode.run), episode)
+
+    async def log(self, episode: EpisodeDispatch) -> list[AnyTrajEvent]:
+        scope = subjects.traj(episode.run, episode.group, episode.execution, ">")
+        events = [stored.event() for stored in await read(self.bus, subjects.TRAJ, scope)]
+        return [event for event in events if isinstance(event, AnyTrajEvent)]
+
+    async def ended(self, episode: EpisodeDispatch) -> bool:
+        scope = subjects.traj(episode.run, episode.group, episode.execution, "ended")
+        return await self.bus.last(scope, subjects.TRAJ) is not None
+
+    async def drained(self) -> bool:
+        """No dispatch is left: all are acknowledged."""
+        return (await self.bus.stream_info(subjects.EPISODES)).state.messages == 0
+
+    @contextlib.asynccontextmanager
+    async def service(self, replica: str = "one", **rollout: object) -> AsyncIterator[Context]:
+        """A rollout service in this process, stopped at the end of the block as by SIGTERM.
+
+        Its episodes end first; the pull that waits for a further dispatch is not waited for.
+        """
+        settings = Settings.model_validate(
+            {"state_dir": self.folder / "state", "bus": {"url": self.nats_url}, "rollout": rollout}
+        )
+        sock = listen(settings.http)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        async with Bus(self.nats_url, replica) as bus, Blobs(settings.state_dir / "blobs", settings.cache) as blobs:
+            context = Context("rollout", replica, settings, bus, blobs, url)
+            service = Rollout(context)
+            async with serving_http(sock, app_of(list(service.routes()))):
+                running = asyncio.create_task(service.run())
+                try:
+                    yield context
+                finally:
+                    context.stopping.set()
+                    await eventually(lambda: not service.live)
+                    running.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await running
