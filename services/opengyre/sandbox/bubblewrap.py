@@ -197,6 +197,7 @@ class Bubblewrap:
             plain = await in_thread(self._prepare, spec, files, record)
             made = await self._launcher.request(
                 "create",
+                tag=sandbox,
                 sandbox=sandbox,
                 folder=str(self.folder(sandbox)),
                 plain=plain,
@@ -364,6 +365,7 @@ class Bubblewrap:
         record = self._live.pop(sandbox, None) or self._making.pop(sandbox, None)
         try:
             await in_thread(self._remove, sandbox, record)
+            self._launcher.give_up(sandbox)
         except (OSError, SandboxError):
             # What is left is tried again by the next call.
             if record is not None:

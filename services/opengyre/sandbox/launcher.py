@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from opengyre.sandbox.core import ERRORS, ExecTimeout, InfraError
+from opengyre.sandbox.core import ERRORS, ExecTimeout, InfraError, SandboxGone
 
 REPLY_BOUND_S = 30.0
 SEND_BOUND_S = 10.0
@@ -38,6 +38,7 @@ class Launcher:
         self._starting = asyncio.Lock()
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._tagged: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     async def start(self) -> None:
         """Start the process if there is none."""
@@ -105,13 +106,21 @@ class Launcher:
             self._process.wait(timeout=SEND_BOUND_S)
             self._process = None
 
-    async def request(self, op: str, **fields: Any) -> dict[str, Any] | None:
+    def give_up(self, tag: str) -> None:
+        """End the wait of the request with that tag, if any: whoever calls has ended what would answer it."""
+        waiting = self._tagged.get(tag)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(SandboxGone(f"sandbox {tag!r} was destroyed while it was made"))
+
+    async def request(self, op: str, *, tag: str | None = None, **fields: Any) -> dict[str, Any] | None:
         """Ask, and return the ``ok`` of the answer."""
         await self.start()
         number = next(self._ids)
         packet = json.dumps({"id": number, "op": op, **fields}).encode()
         waiting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
+        if tag is not None:
+            self._tagged[tag] = waiting
         try:
             async with asyncio.timeout(REPLY_BOUND_S):
                 await self._send(packet)
@@ -120,6 +129,8 @@ class Launcher:
             raise ExecTimeout(f"the sandbox launcher did not answer {op} within {REPLY_BOUND_S:g} s") from error
         finally:
             self._waiting.pop(number, None)
+            if tag is not None and self._tagged.get(tag) is waiting:
+                del self._tagged[tag]
         if "error" in answer:
             kind, message = answer["error"]
             raise ERRORS.get(kind, InfraError)(message)

@@ -165,6 +165,7 @@ class Manager:
         self._known[spec.sandbox] = sandbox
         try:
             async with self._creating:
+                self._find(spec.sandbox)
                 await self._backend.create(made, files)
             self._save(sandbox)
             sandbox.step(Event.CREATED)

@@ -62,7 +62,6 @@ def claim(folder: str, digest: str) -> int | None:
         # A link, unlike a rename, fails where the name is taken, and the file is whole when it appears.
         os.link(mine, "claim", src_dir_fd=where, dst_dir_fd=where)
     except FileExistsError:
-        os.close(where)
         return None
     finally:
         os.unlink(mine, dir_fd=where)

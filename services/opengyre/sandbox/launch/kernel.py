@@ -14,6 +14,7 @@ ALL_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLO
 
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
@@ -70,6 +71,11 @@ def drop_privileges(uid: int | None, gid: int | None) -> None:
 def set_undumpable() -> None:
     """Hide this process's memory and files from everyone without CAP_SYS_PTRACE."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(dumpable)")
+
+
+def become_subreaper() -> None:
+    """Orphans among this process's descendants become its children."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(subreaper)")
 
 
 def start_time(pid: int) -> int | None:

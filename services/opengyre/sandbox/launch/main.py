@@ -89,7 +89,9 @@ def _serve(connection: socket.socket, request: dict) -> None:
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    # Children are monitors that others wait for by pidfd; the kernel shall reap them.
+    # Children are monitors that others wait for by pidfd; the kernel shall reap them, and what they leave behind,
+    # so that it does not depend on the machine's first process.
+    kernel.become_subreaper()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.disable()
     gc.freeze()
