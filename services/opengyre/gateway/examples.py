@@ -1,0 +1,177 @@
+"""Examples of requests and answers, for the OpenAPI page. They are real: a test checks them against their types."""
+
+from typing import Any
+
+TASK_IN: dict[str, Any] = {
+    "task": "write-000001",
+    "instruction": "write hello into greeting.txt",
+    "files": {"notes/readme.txt": "nothing here\n"},
+    "checks": [
+        {"name": "exists", "command": "[ -f greeting.txt ]", "weight": 0.25},
+        {"name": "exact", "command": '[ "$(cat greeting.txt)" = hello ]', "weight": 0.75},
+    ],
+    "max_turns": 4,
+    "purpose": "train",
+    "repeat": 2,
+    "family": "write",
+    "labels": {"split": "train"},
+}
+TASK_BATCH: dict[str, Any] = {"run": "demo", "tasks": [TASK_IN]}
+RUN_IN: dict[str, Any] = {
+    "run": "demo",
+    "model": "runs/cache/warmstart",
+    "updates": 64,
+    "seed": 1,
+    "dispatch": {"phi": 0.5, "mu": 2, "batch_groups": 8, "group_size": 8},
+    "harness": {"max_turns": 4, "max_tokens": 48},
+    "elastic": {"policy": "fine"},
+}
+RUN_CHANGE: dict[str, Any] = {"state": "stopped"}
+SPEC: dict[str, Any] = {
+    "run": "demo",
+    "model": "runs/cache/warmstart",
+    "updates": 64,
+    "seed": 1,
+    "dispatch": {"phi": 0.5, "mu": 2, "batch_groups": 8, "group_size": 8, "min_members": 2},
+    "harness": {
+        "agent": "shell", "system": None, "max_turns": 4, "time_budget_s": 600.0, "command_timeout_s": 10.0,
+        "max_tokens": 48, "context_tokens": 512, "temperature": 1.0, "observation_chars": 40,
+    },
+    "optimization": {
+        "learning_rate": 0.001, "weight_decay": 0.0, "clip_low": 0.8, "clip_high": 1.28, "gradient_clip_norm": 1.0,
+        "advantage": "grpo",
+    },
+    "elastic": {"policy": "fine", "train_cells": 1, "min_rollout_cells": 0, "dwell_s": 0.5},
+    "state": "active",
+}  # fmt: skip
+RUN_REPORT: dict[str, Any] = {
+    "spec": SPEC,
+    "progress": {"update": 12, "version": 12, "published_version": 12, "score": 0.71},
+}
+RUN_STOPPED: dict[str, Any] = {**RUN_REPORT, "spec": {**SPEC, "state": "stopped"}}
+RUN_LIST: dict[str, Any] = {"runs": [SPEC], "next": None}
+UPDATE: dict[str, Any] = {
+    "update": 12, "version": 12, "published": True, "score": 0.71, "groups": 8, "executions": 64,
+    "staleness_mean": 1.0, "staleness_max": 2, "tokens": 5120, "loss": -0.012, "kl": 0.004, "entropy": 0.61,
+    "clip_fraction": 0.03, "gradient_norm": 0.42, "skipped": None, "seconds": 1.9, "sequence": 97,
+}  # fmt: skip
+UPDATE_LIST: dict[str, Any] = {"run": "demo", "updates": [UPDATE], "next": None}
+ACCEPTED: dict[str, Any] = {
+    "run": "demo",
+    "tasks": [{"run": "demo", "task": "write-000001", "sequence": 17}],
+    "pending": 5,
+}
+TASK_SUMMARY: dict[str, Any] = {
+    "run": "demo", "task": "write-000001", "sequence": 17, "state": "live", "purpose": "train", "family": "write",
+    "repeat": 2, "groups": {"trained": 1, "live": 1}, "mean_score": 0.625,
+}  # fmt: skip
+TASK_LIST: dict[str, Any] = {"run": "demo", "tasks": [TASK_SUMMARY], "next": 17}
+GROUP: dict[str, Any] = {
+    "group": "demo-g000003", "state": "trained", "executions": ["demo-g000003-e00", "demo-g000003-e01"],
+    "admitted_version": 2, "consumed_version": 3, "scores": {"demo-g000003-e00": 1.0, "demo-g000003-e01": 0.25},
+    "unscored": {}, "reason": None,
+}  # fmt: skip
+TASK_REPORT: dict[str, Any] = {"summary": TASK_SUMMARY, "spec": TASK_IN, "groups": [GROUP]}
+GROUP_REPORT: dict[str, Any] = {
+    "entry": {
+        "run": "demo", "group": "demo-g000003", "task": "write-000001", "sequence": 3, "purpose": "train",
+        "state": "trained", "executions": ["demo-g000003-e00", "demo-g000003-e01"], "admitted_version": 2,
+        "dispatched": True, "consumed_version": 3, "reason": None, "unscored": {},
+    },
+    "staleness": 1,
+    "members": [
+        {
+            "execution": "demo-g000003-e00", "state": "ended", "events": {"started": 1, "call": 2, "ended": 1},
+            "end_reason": "done", "turns": 2, "score": 1.0, "unscored": None,
+        }
+    ],
+}  # fmt: skip
+EXECUTION_REPORT: dict[str, Any] = {
+    "execution": "demo-g000003-e00",
+    "group": "demo-g000003",
+    "run": "demo",
+    "state": "ended",
+    "end_reason": "done",
+    "turns": 2,
+    "score": 1.0,
+    "unscored": None,
+    "parts": [{"name": "exists", "weight": 0.25, "value": 1.0, "output": ""}],
+    "verified_score": 1.0,
+    "log": [
+        {
+            "sequence": 412,
+            "time": 1790000000.5,
+            "event": {
+                "type": "traj.tool.v1", "run": "demo", "group": "demo-g000003", "execution": "demo-g000003-e00",
+                "index": 3, "attempt": 0, "turn": 0, "exec_id": "demo-g000003-e00-t0",
+                "command": "echo hello > greeting.txt", "exit_code": 0, "output": "", "output_bytes": 0,
+                "timed_out": False, "duration_s": 0.02,
+            },
+        }
+    ],
+    "next": None,
+}  # fmt: skip
+BOOK: dict[str, Any] = {"dispatched": 40, "trained": 24, "dropped": {}, "ready": 6, "live": 10, "balances": True}
+STALENESS: dict[str, Any] = {
+    "run": "demo", "phi": 0.5, "mu": 2, "predicted": 1.0, "mean": 1.04, "maximum": 2,
+    "distribution": {"0": 6, "1": 11, "2": 7}, "window_mean": 1.1, "window": 64, "published_version": 12,
+    "trainer_version": 12, "groups": BOOK, "executions": {**BOOK, "dispatched": 320, "trained": 192, "ready": 48,
+    "live": 80}, "evaluated_groups": 0,
+}  # fmt: skip
+HOST: dict[str, Any] = {
+    "host": "host0", "cell": "host0", "boot": "b41f", "state": "rollout", "epoch": 7, "url": "http://127.0.0.1:40123",
+    "engine": "tiny", "run": "demo", "version": 12, "capacity": 32, "running": 5, "tokens_per_s": 910.0,
+    "memory_bytes": 3145728, "training_group": None, "training_update": None, "since_s": 3.2, "last_switch_s": 0.11,
+}  # fmt: skip
+CELL: dict[str, Any] = {"cell": "host0", "hosts": ["host0"], "state": "rollout", "role": "rollout", "wish": None}
+HOSTS: dict[str, Any] = {"hosts": [HOST], "cells": [CELL], "cells_missing": None}
+WISH: dict[str, Any] = {"cell": "host0", "wish": "drain", "state": "rollout"}
+WEIGHTS: dict[str, Any] = {
+    "run": "demo",
+    "published_version": 12,
+    "versions": [
+        {
+            "version": 12, "parent": 10, "step": 12, "directory": ".gyre/weights/demo/v000012", "bytes": 2097152,
+            "applied": [{"host": "host0", "boot": "b41f", "duration_s": 0.03}], "refused": [], "sequence": 31,
+        }
+    ],
+    "next": None,
+}  # fmt: skip
+WAIT: dict[str, Any] = {
+    "service": "rollout", "replica": "node-17-a1b2c3", "what": "a host in the rollout role", "since_s": 1.4,
+    "bound_s": None, "count": 12,
+}  # fmt: skip
+STATUS: dict[str, Any] = {
+    "ready": True,
+    "missing": [],
+    "not_ready": [],
+    "waits": [WAIT],
+    "run": RUN_REPORT,
+    "runs": {"demo": "active"},
+    "pending_tasks": 5,
+    "staleness": STALENESS,
+    "staleness_missing": None,
+    "gauges": {"rollout.live_episodes": 12.0},
+    "dead_letters": {
+        "count": 1,
+        "last": [
+            {
+                "sequence": 1, "origin_stream": "EPISODES", "consumer": "rollout",
+                "origin_subject": "gyre.v1.episode.demo.dispatch", "deliveries": 1, "error": "undecodable: ...",
+            }
+        ],
+    },
+    "services": [
+        {
+            "service": "rollout", "replica": "node-17-a1b2c3", "pid": 4711, "url": "http://127.0.0.1:40991",
+            "ready": True, "waits": [], "gauges": {"live_episodes": 12.0},
+        }
+    ],
+}  # fmt: skip
+EVENT = """\
+id: TASKS:17,UPDATES:97
+event: task.submitted.v1
+data: {"stream":"TASKS","sequence":17,"subject":"gyre.v1.task.demo.write-000001.submitted","time":1790000000.5,\
+"event":{"type":"task.submitted.v1","run":"demo","task":"write-000001"}}
+
+"""

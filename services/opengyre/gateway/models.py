@@ -1,0 +1,193 @@
+"""Requests as they come in over HTTP: they mirror the structs of `proto` and turn into them.
+
+Types and unknown fields are checked here; what a task or a run must be is `proto`'s own to say (`validate_task`,
+`validate`), so that every way in has the same rules.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from opengyre.gateway.problems import Problem
+from opengyre.proto import task_rules
+from opengyre.proto.ids import RUN, TOKEN, BadIdentifierError, check_run
+from opengyre.proto.run import InvalidRunError, RunSpec, validate
+from opengyre.proto.task import TaskSpec
+
+RUN_PATTERN = f"^{RUN.pattern}$"
+TOKEN_PATTERN = f"^{TOKEN.pattern}$"
+GROUP_PATTERN = r"^[A-Za-z0-9_]{1,32}-g[0-9]{6,12}$"
+EXECUTION_PATTERN = r"^[A-Za-z0-9_]{1,32}-g[0-9]{6,12}-e[0-9]{2,6}$"
+MAX_BATCH = 1000
+MAX_SEQUENCE = 2**63 - 1
+
+RunId = Annotated[str, Field(pattern=RUN_PATTERN, description="A run: 1 to 32 of A-Z a-z 0-9 _")]
+
+
+class Input(BaseModel):
+    """An object of a request: strict types, no unknown fields, finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    allowed = ", ".join(cls.model_fields)
+                    raise PydanticCustomError(
+                        "unknown_field", "unknown field {name}; allowed: {allowed}", {"name": key, "allowed": allowed}
+                    )
+        return data
+
+
+class CheckIn(Input):
+    """A shell command run in the sandbox after the agent; exit status 0 means passed."""
+
+    name: str = Field(min_length=1, max_length=task_rules.MAX_NAME)
+    command: str = Field(min_length=1, max_length=task_rules.MAX_TEXT)
+    weight: float = Field(gt=0, le=1, description="Share of the score; the weights of a task sum to 1")
+
+
+class TaskFields(Input):
+    task: str = Field(pattern=TOKEN_PATTERN, description="Identifier, unique in its run")
+    instruction: str = Field(min_length=1, max_length=task_rules.MAX_TEXT, description="What the agent is told")
+    files: dict[str, str] = Field(
+        default={}, description="Relative path -> text, placed in the sandbox's /workspace before the agent starts"
+    )
+    checks: list[CheckIn] = Field(min_length=1, max_length=task_rules.MAX_CHECKS)
+    max_turns: int | None = Field(default=None, ge=1, le=task_rules.MAX_TURNS)
+    time_budget_s: float | None = Field(default=None, ge=task_rules.MIN_TIME_BUDGET_S, le=task_rules.MAX_TIME_BUDGET_S)
+    purpose: Literal["train", "evaluate"] = "train"
+    repeat: int = Field(default=1, ge=1, le=task_rules.MAX_REPEAT, description="How many groups are made of it")
+    family: str | None = Field(default=None, min_length=1, max_length=task_rules.MAX_NAME)
+    labels: dict[str, str] = Field(default={}, max_length=task_rules.MAX_LABELS)
+
+    def spec(self) -> TaskSpec:
+        """The struct, with every rule checked; raises `InvalidTaskError`."""
+        values = self.model_dump(exclude={"run"})
+        return task_rules.validate_task(msgspec.convert(values, TaskSpec))
+
+
+class SingleTask(TaskFields):
+    """One task."""
+
+    run: RunId | None = None
+
+
+class TaskBatch(Input):
+    """Several tasks, accepted all or none."""
+
+    run: RunId | None = None
+    tasks: list[TaskFields] = Field(min_length=1, max_length=MAX_BATCH)
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "batch" if "tasks" in value else "single"
+    return "batch" if isinstance(value, TaskBatch) else "single"
+
+
+Submission = Annotated[Annotated[SingleTask, Tag("single")] | Annotated[TaskBatch, Tag("batch")], Discriminator(_shape)]
+
+
+def specs_of(submission: SingleTask | TaskBatch) -> list[TaskSpec]:
+    """Every task of a submission; raises `Problem` naming the first field that is not allowed."""
+    single = isinstance(submission, SingleTask)
+    fields: Sequence[TaskFields] = [submission] if single else submission.tasks
+    specs: list[TaskSpec] = []
+    seen: dict[str, int] = {}
+    for number, item in enumerate(fields):
+        prefix = "" if single else f"tasks.{number}."
+        try:
+            spec = item.spec()
+        except task_rules.InvalidTaskError as error:
+            raise Problem(422, f"{prefix}{error}", field=f"{prefix}{error.field}") from error
+        if spec.task in seen:
+            where = f"{prefix}task"
+            detail = f"{where} {spec.task!r} is tasks.{seen[spec.task]} already; each task has an identifier of its own"
+            raise Problem(422, detail, field=where)
+        seen[spec.task] = number
+        specs.append(spec)
+    return specs
+
+
+class DispatchIn(Input):
+    """Admission of groups: (phi + mu) * batch_groups are unconsumed at most."""
+
+    phi: float = Field(default=0.5, ge=0, le=64)
+    mu: int = Field(default=2, ge=1, le=64)
+    batch_groups: int = Field(default=8, ge=1, le=4096)
+    group_size: int = Field(default=8, ge=1, le=256)
+    min_members: int = Field(default=2, ge=1, le=256)
+
+
+class HarnessIn(Input):
+    """The agent, its model calls and its budgets."""
+
+    agent: Literal["shell"] = "shell"
+    system: str | None = Field(default=None, max_length=task_rules.MAX_TEXT)
+    max_turns: int = Field(default=4, ge=1, le=100_000)
+    time_budget_s: float = Field(default=600.0, ge=0.1, le=604_800)
+    command_timeout_s: float = Field(default=10.0, ge=0.1, le=86_400)
+    max_tokens: int = Field(default=48, ge=1, le=1_000_000)
+    context_tokens: int = Field(default=512, ge=1, le=2_000_000)
+    temperature: float = Field(default=1.0, ge=0.01, le=10)
+    observation_chars: int = Field(default=40, ge=1, le=1_000_000)
+
+
+class OptimizationIn(Input):
+    """The trainer's arithmetic."""
+
+    learning_rate: float = Field(default=1e-3, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    clip_low: float = Field(default=0.8, ge=0, le=1)
+    clip_high: float = Field(default=1.28, ge=1, le=100)
+    gradient_clip_norm: float = Field(default=1.0, ge=1e-6, le=1e6)
+    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
+
+
+class ElasticIn(Input):
+    """Which cells serve and which train."""
+
+    policy: Literal["fine", "static"] = "fine"
+    train_cells: int = Field(default=1, ge=1, le=10_000)
+    min_rollout_cells: int = Field(default=0, ge=0, le=10_000)
+    dwell_s: float = Field(default=0.5, ge=0, le=86_400)
+
+
+class RunIn(Input):
+    """A run: one policy trained on a stream of tasks."""
+
+    run: RunId
+    model: str = Field(min_length=1, max_length=4096, description="Directory of the initial policy")
+    updates: int | None = Field(default=None, ge=1, le=10_000_000, description="The run is finished after so many")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    dispatch: DispatchIn = DispatchIn()
+    harness: HarnessIn = HarnessIn()
+    optimization: OptimizationIn = OptimizationIn()
+    elastic: ElasticIn = ElasticIn()
+
+    def spec(self) -> RunSpec:
+        """The struct, with every rule checked; raises `Problem`."""
+        for field, text in (("model", self.model), ("harness.system", self.harness.system or "")):
+            if not task_rules.printable(text):
+                raise Problem(422, f"{field} contains NUL or half of a surrogate pair", field=field)
+        try:
+            check_run(self.run)
+            return validate(msgspec.convert(self.model_dump(), RunSpec))
+        except BadIdentifierError as error:
+            raise Problem(422, str(error), field="run") from error
+        except InvalidRunError as error:
+            field = str(error).partition(" ")[0].rstrip(":")
+            raise Problem(422, str(error), field=field) from error
+
+
+class RunChange(Input):
+    """What may be changed of a run."""
+
+    state: Literal["stopped"] = Field(description="A stopped run admits no further groups")
