@@ -8,7 +8,7 @@ Awaits: `follow` is woken by a message or looks again within 5 s; `read` by the 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import nats.errors
@@ -40,13 +40,13 @@ async def follow(
     to_end: bool = False,
     original_timing: bool = False,
     batch: int = 256,
-) -> AsyncIterator[Stored]:
+) -> AsyncGenerator[Stored, None]:
     """Messages under `filters` in order, each once, across reconnects of the broker.
 
     Begins at sequence `start`, or with what comes from now on (`only_new`); ends at what is the last message now
     (`to_end`), or never. `original_timing` keeps the intervals in which they were stored.
     """
-    last = (await bus.stream_info(stream)).state.last_seq
+    last = (await bus.stream_info(stream)).state.last_seq if only_new or to_end else 0
     reader = _Reader(
         bus=bus,
         stream=stream,
@@ -86,7 +86,7 @@ class _Reader:
     def finished(self) -> bool:
         return self.end is not None and (self.drained or self.position > self.end)
 
-    async def session(self) -> AsyncIterator[Stored]:
+    async def session(self) -> AsyncGenerator[Stored, None]:
         config = ConsumerConfig(
             filter_subjects=self.filters,
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
