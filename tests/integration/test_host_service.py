@@ -354,33 +354,6 @@ async def test_abort_delivers_partial_tokens_of_the_named_call(
         assert choice(await calls["b"])["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [64]}, "token_ids"),
-        ({"stream": True}, "stream"),
-        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
-        ({"sampling_params": {"max_tokens": 4, "logprobs": 5}}, "logprobs"),
-        ({"sampling_params": {"max_tokens": 4, "top_p": 0.5}}, "top_p"),
-        ({"sampling_params": None}, "sampling_params"),
-        ({"token_ids": "x"}, "token_ids"),
-    ],
-)
-def test_a_request_that_cannot_be_served_is_named(change: dict[str, object], word: str) -> None:
-    from opengyre.host.inference import GenerateBody, to_request
-    from opengyre.tiny.core import Core
-    from opengyre.tiny.types import EngineSettings, InvalidRequestError
-
-    def serve() -> None:
-        payload = msgspec.json.encode(body("a", PROMPT, 4) | change)
-        request = to_request(msgspec.json.decode(payload, type=GenerateBody), "1:a", 0)
-        Core(CONFIG, EngineSettings()).check(request)
-
-    with pytest.raises((InvalidRequestError, msgspec.ValidationError), match=word):
-        serve()
-
-
 async def test_too_many_calls_are_refused_with_429(
     bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:

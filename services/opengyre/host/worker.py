@@ -23,7 +23,7 @@ import torch
 from opengyre.host.gradients import Accumulator, Learner, encoded, members_of
 from opengyre.learn.gradient import InvalidSequenceError
 from opengyre.proto.group import Member
-from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, WorkItem
+from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, UpdateStats, WorkItem
 from opengyre.shared.blobs import BlobMissingError
 from opengyre.shared.bus import RpcFailedError, RpcUnavailableError, call
 from opengyre.shared.lifecycle import Context
@@ -32,11 +32,13 @@ from opengyre.weights.manifest import WeightsError
 
 log = logging.getLogger("gyre.host.worker")
 
-POLL_S: Final = 0.05
+POLL_S: Final = 0.1
 ANSWER_S: Final = 2.0
 ABSENT_S: Final = 0.1
 """How long a pull looks for a trainer where none answers: a worker that is to leave must not wait for it."""
 FAULT_S: Final = 1.0
+GOODBYE_S: Final = 0.5
+"""How long a worker that holds nothing tries to say that it leaves."""
 LEAVE_PATIENCE_S: Final = 8.0
 """How long a worker that leaves tries to hand over; then the trainer's own timeout leases its groups again."""
 
@@ -54,6 +56,8 @@ class Worker:
         self._learner = Learner()
         self._held: Accumulator | None = None
         self._contributions = 0
+        self._joined: tuple[int, str] | None = None
+        """The update, and its attempt, whose trainer believes that we work for it."""
         self.group: str | None = None
         """The group at hand."""
         self.update: int | None = None
@@ -81,13 +85,15 @@ class Worker:
         """Hand over what is held, and end the thread. What cannot be handed over is dropped."""
         if self._held is not None:
             await self._hand_over(leaving=True, patience_s=LEAVE_PATIENCE_S)
+        elif self._joined is not None:
+            await self._say_goodbye(*self._joined)
         if self._held is not None:
             self._drop("the trainer did not answer for it while we left")
         self.close()
 
     def close(self) -> None:
         """End the thread without waiting for the group that it may be at."""
-        self.update = None
+        self.update = self._joined = None
         self._held = None
         self._learner = Learner()
         if self._pool is not None:
@@ -124,6 +130,7 @@ class Worker:
             elif item.group.group in self._held.groups:
                 return  # The answer to a pull that was asked twice.
         self.group, self.update = item.group.group, item.update
+        self._joined = (item.update, item.attempt)
         try:
             members = await self._members(item)
             if self._held is None:
@@ -176,6 +183,27 @@ class Worker:
         if not reply.accepted:
             log.warning("hand over of %s was refused: %s", held.contribution, reply.reason)
         self._held = None
+
+    async def _say_goodbye(self, update: int, attempt: str) -> None:
+        """Leave an update that holds nothing of ours; unheard, the trainer gives us up by its own timeout."""
+        request = HandOver(
+            host=self._host,
+            boot=self._boot,
+            update=update,
+            attempt=attempt,
+            contribution=f"{self._boot}-{self._contributions}-left",
+            groups=(),
+            gradient="",
+            stats=UpdateStats(),
+            leaving=True,
+        )
+        try:
+            await call(
+                self._context.bus, "trainer", "any", "hand_over", request, HandOverReply,
+                timeout_s=GOODBYE_S, patience_s=GOODBYE_S,
+            )  # fmt: skip
+        except UNANSWERED as error:
+            log.info("leaving update %d: %s", update, error)
 
     def _drop(self, reason: str) -> None:
         if self._held is not None:

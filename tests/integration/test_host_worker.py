@@ -1,0 +1,236 @@
+"""The training worker against a trainer that is scripted: contributions, leaving, restarts of the trainer."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from opengyre.host.gradients import items_of
+from opengyre.host.worker import Worker
+from opengyre.learn.codec import unflatten
+from opengyre.learn.gradient import accumulate, zero_gradients
+from opengyre.proto.group import GroupReady, Member, Sequence, Span
+from opengyre.proto.run import Optimization
+from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, WorkItem
+from opengyre.proto.weights import Manifest
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bus import Bus, Endpoint, serving
+from opengyre.shared.lifecycle import Context
+from opengyre.shared.settings import Settings
+from opengyre.tiny.checkpoint import load_pretrained, save_pretrained
+from opengyre.tiny.config import TinyConfig
+from opengyre.tiny.model import TinyModel
+from opengyre.weights.write import write_version
+from support import eventually
+
+pytestmark = pytest.mark.torch
+
+CONFIG = TinyConfig(vocab_size=64, hidden_size=32, intermediate_size=64)
+
+
+def member(number: int, score: float, advantage: float) -> Member:
+    tokens = tuple((7 * number + 3 * n) % 64 for n in range(20))
+    span = Span(start=8, end=20, logprobs=(-4.0,) * 12, versions=(0,) * 12, temperature=1.0)
+    return Member(
+        execution=f"r-g000000-e{number:02d}",
+        score=score,
+        advantage=advantage,
+        sequences=(Sequence(tokens=tokens, spans=(span,)),),
+        trained_tokens=12,
+        path_tokens=20,
+    )
+
+
+def group(number: int, flat: bool = False) -> GroupReady:
+    advantages = (0.0, 0.0) if flat else (1.0, -1.0)
+    members = tuple(member(10 * number + n, 0.5, a) for n, a in enumerate(advantages))
+    return GroupReady(run="r", group=f"r-g{number:06d}", task="t", version=0, members=members)
+
+
+class Trainer:
+    """Gives what is in `work`, else a flush where something is held, else a wait; `attempt` is its boot."""
+
+    def __init__(self, base: Manifest, work: list[GroupReady]) -> None:
+        self.base, self.work, self.attempt = base, work, "t0"
+        self.flushing = True
+        self.pulls: list[PullRequest] = []
+        self.taken: list[HandOver] = []
+        self.leased: list[str] = []
+        self.replies: list[PullReply] = []
+
+    def item(self, group: GroupReady, attempt: str | None = None) -> WorkItem:
+        return WorkItem(
+            update=1,
+            attempt=attempt or self.attempt,
+            base=self.base,
+            group=group,
+            weight=1 / 8,
+            optimization=Optimization(),
+        )
+
+    async def pull(self, request: PullRequest) -> PullReply:
+        self.pulls.append(request)
+        if self.replies:
+            return self.replies.pop(0)
+        if request.holding and request.attempt != self.attempt:
+            return PullReply(discard=True)
+        if self.work:
+            self.leased.append(self.work[0].group)
+            return PullReply(item=self.item(self.work.pop(0)))
+        if request.holding and self.flushing:
+            return PullReply(flush=True)
+        return PullReply(wait="groups: 0 of 4")
+
+    async def hand_over(self, request: HandOver) -> HandOverReply:
+        if request.groups:
+            self.taken.append(request)
+        return HandOverReply(accepted=True)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, bus: Bus) -> AsyncIterator[None]:
+        endpoints = {"pull": Endpoint(PullRequest, self.pull), "hand_over": Endpoint(HandOver, self.hand_over)}
+        async with serving(bus, "trainer", "any", endpoints):
+            yield
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Manifest:
+    model = TinyModel(CONFIG, seed=1)
+    save_pretrained(model, tmp_path / "config")
+    extra = {"config.json": (tmp_path / "config" / "config.json").read_bytes()}
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    return write_version(tensors, tmp_path / "v0", run="r", version=0, parent=None, step=0, extra=extra)
+
+
+@pytest.fixture
+async def context(bus: Bus, tmp_path: Path) -> AsyncIterator[Context]:
+    settings = Settings(state_dir=tmp_path)
+    async with Blobs(tmp_path / "blobs", settings.cache) as blobs:
+        yield Context("host", "test", settings, bus, blobs, "http://127.0.0.1:1")
+
+
+@contextlib.asynccontextmanager
+async def training(context: Context) -> AsyncIterator[tuple[Worker, asyncio.Event]]:
+    worker, leave = Worker(context, "host0", "boot", 1), asyncio.Event()
+    task = asyncio.create_task(worker.train(leave))
+    try:
+        yield worker, leave
+    finally:
+        leave.set()
+        await asyncio.wait_for(task, 10)
+        worker.close()
+
+
+async def gradient(context: Context, base: Manifest, taken: HandOver) -> dict[str, torch.Tensor]:
+    like = dict(load_pretrained(Path(base.directory)).named_parameters())
+    return unflatten(await context.blobs.get(taken.gradient), like)
+
+
+async def test_contributions_add_up_to_the_gradient_of_the_whole(bus: Bus, context: Context, base: Manifest) -> None:
+    groups = [group(n) for n in range(3)]
+    trainer = Trainer(base, groups[:2])
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: len(trainer.taken) == 1)
+        trainer.work.append(groups[2])
+        await eventually(lambda: len(trainer.taken) == 2)
+    first, second = trainer.taken
+    assert first.groups + second.groups == tuple(g.group for g in groups)
+    assert first.contribution != second.contribution
+    assert (first.stats.executions, first.stats.tokens, first.stats.score_sum) == (4, 48, 2.0)
+    model = load_pretrained(Path(base.directory))
+    whole = zero_gradients(model)
+    accumulate(model, [item for g in groups for item in items_of(g.members, 1 / 8)], whole)
+    one, two = [await gradient(context, base, taken) for taken in (first, second)]
+    for name, wanted in whole.items():
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(one[name] + two[name], wanted, rtol=1e-4, atol=1e-7)
+
+
+async def test_a_cell_that_leaves_finishes_its_group_and_hands_over(bus: Bus, context: Context, base: Manifest) -> None:
+    trainer = Trainer(base, [group(0)])
+    trainer.flushing = False
+    async with trainer.serve(bus):
+        async with training(context) as (worker, leave):
+            await eventually(lambda: any(pull.holding for pull in trainer.pulls))
+            leave.set()
+        # `training` closed the worker, so what it held is gone: a second one leaves in the proper order.
+        assert trainer.taken == []
+        trainer.work.append(group(1))
+        worker, leave = Worker(context, "host0", "boot", 1), asyncio.Event()
+        task = asyncio.create_task(worker.train(leave))
+        await eventually(lambda: trainer.leased == ["r-g000000", "r-g000001"])
+        leave.set()
+        await asyncio.wait_for(task, 10)
+        await worker.leave()
+    assert [(t.groups, t.leaving) for t in trainer.taken] == [(("r-g000001",), True)]
+
+
+async def test_what_belongs_to_a_former_attempt_is_dropped(bus: Bus, context: Context, base: Manifest) -> None:
+    trainer = Trainer(base, [group(0)])
+    trainer.flushing = False
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: any(pull.holding for pull in trainer.pulls))
+        trainer.attempt, trainer.flushing = "t1", True
+        trainer.work.append(group(0))
+        await eventually(lambda: bool(trainer.taken))
+    assert [(t.attempt, t.groups, t.stats.executions) for t in trainer.taken] == [("t1", ("r-g000000",), 2)]
+
+
+async def test_a_group_that_is_given_twice_is_added_once(bus: Bus, context: Context, base: Manifest) -> None:
+    trainer = Trainer(base, [])
+    trainer.replies = [PullReply(item=trainer.item(group(0))), PullReply(item=trainer.item(group(0)))]
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: bool(trainer.taken))
+    assert [(t.groups, t.stats.executions) for t in trainer.taken] == [(("r-g000000",), 2)]
+
+
+async def test_a_group_without_variance_costs_nothing_and_counts(bus: Bus, context: Context, base: Manifest) -> None:
+    trainer = Trainer(base, [group(0, flat=True)])
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: bool(trainer.taken))
+    stats = trainer.taken[0].stats
+    assert (stats.executions, stats.tokens, stats.zero_variance_groups, stats.path_tokens) == (2, 0, 1, 40)
+    assert all(not g.any() for g in (await gradient(context, base, trainer.taken[0])).values())
+
+
+async def test_members_that_travel_as_a_blob(bus: Bus, context: Context, base: Manifest) -> None:
+    whole = group(0)
+    ref = await context.blobs.put(msgspec.json.encode(whole.members))
+    trainer = Trainer(base, [msgspec.structs.replace(whole, members=(), blob=ref)])
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: bool(trainer.taken))
+    assert trainer.taken[0].stats.tokens == 24
+
+
+async def test_a_group_that_cannot_be_trained_is_left_out_and_named(bus: Bus, context: Context, base: Manifest) -> None:
+    bad = group(0)
+    bad = msgspec.structs.replace(
+        bad,
+        members=(
+            msgspec.structs.replace(
+                bad.members[0],
+                sequences=(msgspec.structs.replace(bad.members[0].sequences[0], tokens=(64,) * 20),),
+            ),
+        ),
+    )
+    trainer = Trainer(base, [group(1), bad])
+    trainer.flushing = False
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: any("vocabulary" in wait.what for wait in context.waits.report()))
+        trainer.flushing = True
+        await eventually(lambda: bool(trainer.taken))
+    assert [t.groups for t in trainer.taken] == [("r-g000001",)]
+
+
+async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Context) -> None:
+    worker, leave = Worker(context, "host0", "boot", 1), asyncio.Event()
+    task = asyncio.create_task(worker.train(leave))
+    await eventually(lambda: any("trainer" in wait.what for wait in context.waits.report()))
+    leave.set()
+    async with asyncio.timeout(1):
+        await task
+        await worker.leave()
