@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from opengyre.proto import ids, subjects
+from opengyre.proto import codec, ids, subjects
+from opengyre.proto.base import tag_of
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.run import Harness, RunSpec
@@ -252,6 +253,12 @@ class Stack:
     async def drained(self) -> bool:
         """No dispatch is left: all are acknowledged."""
         return (await self.bus.stream_info(subjects.EPISODES)).state.messages == 0
+
+    async def submit_again(self, episode: EpisodeDispatch) -> None:
+        """The same dispatch, as a message of its own."""
+        await self.bus.publish_raw(
+            subjects.episode_dispatch(episode.run), codec.encode(episode), "again", tag_of(episode)
+        )
 
     @contextlib.asynccontextmanager
     async def service(self, replica: str = "one", **rollout: object) -> AsyncIterator[Context]:
