@@ -66,6 +66,11 @@ class Deps:
         """The run that is active, as the mirror knows it."""
         return next((run for run, spec in sorted(self.run_view.values.items()) if spec.state == "active"), None)
 
+    def present_run(self) -> str | None:
+        """The active run or, where none is, the one that was changed last."""
+        newest = max(self.run_view.values, key=lambda run: self.run_view.revisions.get(run, 0), default=None)
+        return self.active_run() or newest
+
     async def run(self, run: str) -> tuple[RunSpec, int]:
         """A run's setting and revision; raises `Problem` 404."""
         found = await self.runs.get(run)
@@ -126,9 +131,8 @@ def answer(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | N
 
 
 async def chosen_run(deps: Deps, run: str | None) -> tuple[RunSpec, int]:
-    """The run that was named or, where none was, the active one; raises `Problem` 404 or 422."""
-    name = run or deps.active_run()
+    """The run that was named or, where none was, the present one; raises `Problem` 404."""
+    name = run or deps.present_run()
     if name is None:
-        detail = f"run is missing and no run is active; allowed: {listed(deps.run_view.values)}"
-        raise Problem(422, detail, field="run")
+        raise Problem(404, "there is no run yet; POST /v1/runs creates one", field="run")
     return await deps.run(name)

@@ -34,7 +34,7 @@ PATIENCE_S = 5.0
 
 router = APIRouter(route_class=BoundRoute, tags=["runs"])
 RunPath = Annotated[str, Path(pattern=RUN_PATTERN)]
-RunQuery = Annotated[str | None, Query(pattern=RUN_PATTERN, description="Default: the active run")]
+RunQuery = Annotated[str | None, Query(pattern=RUN_PATTERN, description="Default: the active run, or the last one")]
 DepsOf = Annotated[Deps, Depends(deps_of)]
 
 

@@ -57,11 +57,11 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     waits: tuple[ServiceWait, ...]
     """What is waited for, the longest first."""
     run: RunReport | None
-    """The active run."""
+    """The active run or, where none is, the last one."""
     runs: dict[str, str]
     """Run -> state, 100 at most."""
     pending_tasks: int
-    """Tasks of the active run that wait to be admitted."""
+    """Tasks of that run that wait to be admitted."""
     staleness: StalenessReport | None
     """With the books of groups and executions."""
     staleness_missing: str | None
@@ -130,16 +130,16 @@ async def status(deps: DepsOf) -> Response:
     here = {service.service for service in services}
     missing = tuple(name for name in SERVICES if name not in here)
     not_ready = tuple(f"{service.service}.{service.replica}" for service in services if not service.ready)
-    active = deps.active_run()
+    present = deps.present_run()
     run: RunReport | None = None
     report: StalenessReport | None = None
-    why: str | None = "no run is active"
+    why: str | None = "there is no run yet"
     pending = 0
-    if active is not None:
-        run = await report_of(deps, (await deps.run(active))[0])
-        pending = await pending_tasks(deps, active)
+    if present is not None:
+        run = await report_of(deps, (await deps.run(present))[0])
+        pending = await pending_tasks(deps, present)
         try:
-            report, why = await staleness_of(deps, active, patience_s=1.0), None
+            report, why = await staleness_of(deps, present, patience_s=1.0), None
         except BusError as error:
             why = str(error)
     return answer(

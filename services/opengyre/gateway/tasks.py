@@ -23,6 +23,7 @@ from opengyre.gateway.openapi import body_example, documented
 from opengyre.gateway.problems import RETRY_AFTER_S, Problem
 from opengyre.gateway.runs import DepsOf, RunPath, RunQuery
 from opengyre.proto import subjects
+from opengyre.proto.run import RunSpec
 from opengyre.proto.task import TaskSpec, TaskSubmitted
 from opengyre.shared.bus import FencedError, Stored, count, page
 
@@ -67,6 +68,17 @@ async def pending_tasks(deps: Deps, run: str) -> int:
         count(deps.bus, subjects.TASKS, subjects.task(run, "*", "admitted"), distinct=True),
     )
     return max(0, submitted - admitted)
+
+
+def refusal(run: RunSpec, specs: list[TaskSpec]) -> str | None:
+    """Why `run` takes no such tasks now; None if it does."""
+    if run.state == "active":
+        return None
+    if run.state == "finished":
+        trained = next((spec.task for spec in specs if spec.purpose == "train"), None)
+        allowed = "allowed are tasks with purpose evaluate"
+        return f"run {run.run} is finished and task {trained} is to be trained; {allowed}" if trained else None
+    return f"run {run.run} is stopped; tasks are accepted while a run is active, or to evaluate a finished one"
 
 
 def _stored_spec(stored: Stored | None) -> TaskSpec | None:
@@ -155,8 +167,8 @@ async def submit_tasks(
         raise Problem(422, f"run is {run} in the query and {body.run} in the body; name one", field="run")
     specs = specs_of(body)
     spec, _ = await chosen_run(deps, body.run or run)
-    if spec.state != "active":
-        raise Problem(409, f"run {spec.run} is {spec.state}; tasks are accepted while a run is active", field="run")
+    if (why := refusal(spec, specs)) is not None:
+        raise Problem(409, why, field="run")
 
     async def handle() -> tuple[int, bytes]:
         return 202, msgspec.json.encode(await _submit(deps, spec.run, specs))
