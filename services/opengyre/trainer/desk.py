@@ -1,0 +1,174 @@
+"""Where cells come for work: one update's machine, with its effects told as events and its answers as replies.
+
+Awaits: a hand-over waits for its gradient to be read and parsed in the torch thread; nothing else waits here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+
+from opengyre.learn.codec import GradientFormatError
+from opengyre.proto.run import RunSpec
+from opengyre.proto.update import (
+    Contributed,
+    HandOver,
+    HandOverReply,
+    Joined,
+    Left,
+    Opened,
+    PullReply,
+    PullRequest,
+    UpdateEvent,
+    WorkItem,
+)
+from opengyre.shared.blobs import BlobMissingError, Blobs
+from opengyre.trainer import figures
+from opengyre.trainer.books import Held, nominal_weight
+from opengyre.trainer.state import State
+from opengyre.trainer.update import (
+    Accept,
+    Cell,
+    CellJoined,
+    CellLeft,
+    Commit,
+    Discard,
+    Effect,
+    Event,
+    Flush,
+    Give,
+    HandedOver,
+    Phase,
+    Pulled,
+    Refuse,
+    Taken,
+    Unusable,
+    Update,
+    Wait,
+    advance,
+)
+
+log = logging.getLogger("gyre.trainer")
+
+Tell = Callable[[str, UpdateEvent], None]
+
+
+class Desk:
+    """The open update. `tell(name, event)` takes the events of the stream UPDATES, and does not wait.
+
+    `groups`: the update's groups, by id. `whole` is set when every group is in a contribution.
+    """
+
+    def __init__(
+        self, spec: RunSpec, update: Update, state: State, groups: Mapping[str, Held], tell: Tell,
+        blobs: Blobs, torch: Executor,
+    ) -> None:  # fmt: skip
+        self._spec = spec
+        self.update = update
+        self._state = state
+        self.groups = groups
+        self._tell = tell
+        self._blobs = blobs
+        self._torch = torch
+        self.whole = asyncio.Event()
+        tell("opened", Opened(run=spec.run, update=update.number, attempt=update.attempt, groups=update.size))
+
+    def advance(self, event: Event) -> tuple[Update, tuple[Effect, ...]]:
+        """Move the update on and tell what happened; the answer to a request is among the effects."""
+        update, effects = advance(self.update, event)
+        self.update = update
+        ids = {"run": self._spec.run, "update": update.number, "attempt": update.attempt}
+        for effect in effects:
+            match effect:
+                case CellJoined(cell):
+                    self._tell("joined", Joined(**ids, host=cell.host, boot=cell.boot))
+                case CellLeft(cell, reason):
+                    if reason != "another role":
+                        figures.CELLS_LOST.inc()
+                    log.info("%s left update %d: %s", cell.host, update.number, reason)
+                    self._tell("left", Left(**ids, host=cell.host, boot=cell.boot, reason=reason))
+                case Taken(name):
+                    taken = update.contributions[name]
+                    self._tell(
+                        "contributed",
+                        Contributed(
+                            **ids, host=taken.cell.host, contribution=name, groups=taken.groups,
+                            gradient=taken.gradient, stats=taken.stats,
+                        ),
+                    )  # fmt: skip
+                case Commit():
+                    self.whole.set()
+                case _:
+                    pass
+        return update, effects
+
+    async def pull(self, request: PullRequest) -> PullReply:
+        """Answer a cell that asks for work."""
+        cell = Cell(request.host, request.boot)
+        now = asyncio.get_running_loop().time()
+        _, effects = self.advance(Pulled(cell, now, request.update, request.attempt, request.holding))
+        for effect in effects:
+            match effect:
+                case Give(group):
+                    return PullReply(item=self._item(group))
+                case Flush():
+                    return PullReply(flush=True)
+                case Discard(reason):
+                    log.info("%s drops what it holds: %s", request.host, reason)
+                    return PullReply(discard=True)
+                case Wait(what):
+                    return PullReply(wait=what)
+                case _:
+                    pass
+        raise AssertionError("a pull has an answer")
+
+    def _item(self, group: str) -> WorkItem:
+        return WorkItem(
+            update=self.update.number,
+            attempt=self.update.attempt,
+            base=self._state.manifest,
+            group=self.groups[group].ready,
+            weight=nominal_weight(self._spec),
+            optimization=self._spec.optimization,
+        )
+
+    async def hand_over(self, request: HandOver) -> HandOverReply:
+        """Take a cell's gradient, once it is seen to be one."""
+        cell = Cell(request.host, request.boot)
+        fault = await self._fault_of(request.gradient) if request.groups else None
+        if fault is not None:
+            log.error("the gradient of %s cannot be used: %s", request.host, fault)
+            if self.update.phase is Phase.COLLECTING:
+                self.advance(Unusable(cell, fault))
+            return HandOverReply(accepted=False, reason=fault)
+        event = HandedOver(
+            cell=cell,
+            now=asyncio.get_running_loop().time(),
+            update=request.update,
+            attempt=request.attempt,
+            contribution=request.contribution,
+            groups=request.groups,
+            gradient=request.gradient,
+            stats=request.stats,
+            leaving=request.leaving,
+        )
+        for effect in self.advance(event)[1]:
+            match effect:
+                case Accept():
+                    return HandOverReply(accepted=True)
+                case Refuse(reason):
+                    log.info("refused a contribution of %s: %s", request.host, reason)
+                    return HandOverReply(accepted=False, reason=reason)
+                case _:
+                    pass
+        raise AssertionError("a contribution has an answer")
+
+    async def _fault_of(self, gradient: str) -> str | None:
+        if self.update.phase is not Phase.COLLECTING:
+            return None  # Only what we have already can be accepted now, and that was looked at.
+        try:
+            content = await self._blobs.get(gradient)
+            await asyncio.get_running_loop().run_in_executor(self._torch, self._state.learner.parse, content)
+        except (BlobMissingError, GradientFormatError) as error:
+            return str(error)
+        return None

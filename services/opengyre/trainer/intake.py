@@ -1,0 +1,131 @@
+"""Groups on their way into updates: what comes from the work queue is held, settled or given up.
+
+A message stays ours (`in_progress`) until the commit of its group is told; then it is acknowledged. A group that
+cannot be trained leaves training at once, with its reason on the TASKS stream, so that the books balance.
+
+Awaits: `take` is woken by a message or looks up within its bound.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from opengyre.proto import codec, subjects
+from opengyre.proto.group import GroupReady, Member
+from opengyre.proto.run import RunSpec
+from opengyre.proto.task import GroupConsumed
+from opengyre.shared.blobs import BlobMissingError, Blobs
+from opengyre.shared.bus import Bucket, Bus, Delivery, Puller
+from opengyre.trainer import figures
+from opengyre.trainer.books import Held, fault_of
+from opengyre.trainer.store import Record
+
+log = logging.getLogger("gyre.trainer")
+
+KEEP_S: Final = 4.0
+LOOK_S: Final = 5.0
+
+
+LastCommit = Callable[[str], Awaitable[Record | None]]
+
+
+class Batch:
+    """The messages of one update."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Held] = {}
+        self._deliveries: list[Delivery] = []
+        self._kept = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Batch":
+        await self._kept.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._kept.aclose()
+
+    async def keep(self, delivery: Delivery, held: Held) -> None:
+        """Hold the message; a second delivery of a group is held with the first."""
+        await self._kept.enter_async_context(delivery.held(KEEP_S))
+        self._deliveries.append(delivery)
+        self.groups.setdefault(held.ready.group, held)
+
+    async def acknowledge(self) -> None:
+        for delivery in self._deliveries:
+            await delivery.ack()
+
+    async def give_back(self) -> None:
+        """For whoever leads next, at once."""
+        for delivery in self._deliveries:
+            await delivery.retry()
+
+
+class Intake:
+    """Takes groups of one run, or of none."""
+
+    def __init__(self, bus: Bus, blobs: Blobs, puller: Puller, last_commit: LastCommit) -> None:
+        """`last_commit`: reads the last record of any run."""
+        self._last_commit = last_commit
+        self._bus = bus
+        self._blobs = blobs
+        self._puller = puller
+        self._runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
+
+    async def take(self, seconds: float = LOOK_S) -> tuple[Delivery, GroupReady] | None:
+        """The next group, or None when there was none, or none that can be read."""
+        delivery = await self._puller.take(seconds)
+        if delivery is None:
+            return None
+        try:
+            event = await delivery.event()
+        except codec.UndecodableError as error:
+            await delivery.reject(f"undecodable: {error}")
+            return None
+        if not isinstance(event, GroupReady):
+            await delivery.reject(f"a group was expected, not {type(event).__name__}")
+            return None
+        return delivery, event
+
+    async def members(self, ready: GroupReady) -> tuple[Member, ...]:
+        """Raises `BlobMissingError` or `msgspec.DecodeError`."""
+        if ready.blob is None:
+            return ready.members
+        content = await self._blobs.get(ready.blob)
+        return await asyncio.to_thread(msgspec.json.decode, content, type=tuple[Member, ...])
+
+    async def check(self, ready: GroupReady, *, vocabulary: int, context: int) -> Held | str:
+        """The group with its members, or why it cannot be trained."""
+        try:
+            members = await self.members(ready)
+        except BlobMissingError as error:
+            return f"its members are lost: {error}"
+        except msgspec.DecodeError as error:
+            return f"its members cannot be read: {error}"
+        fault = await asyncio.to_thread(fault_of, members, vocabulary=vocabulary, context=context)
+        return fault if fault is not None else Held(ready, members)
+
+    async def drop(self, ready: GroupReady, reason: str, version: int) -> None:
+        """Tell that the group left training. `version`: the trainer's, `v_t`."""
+        consumed = GroupConsumed(
+            run=ready.run, task=ready.task, group=ready.group, outcome="dropped", reason=reason, version=version
+        )
+        await self._bus.publish(subjects.task(ready.run, ready.task, "consumed"), consumed)
+        figures.DROPPED.labels(reason).inc()
+
+    async def settle(self, delivery: Delivery, ready: GroupReady) -> None:
+        """A group of a run that is not trained now: it waits, or leaves training if its run has ended."""
+        found = await self._runs.get(ready.run)
+        record = await self._last_commit(ready.run)
+        if found is None:
+            await delivery.reject(f"there is no run {ready.run}")
+        elif found[0].state == "active" and not (record is not None and record.finished):
+            await delivery.retry(1.0)
+        else:
+            if record is None or ready.group not in record.frontier:
+                reason = f"run_{'finished' if found[0].state == 'active' else found[0].state}"
+                await self.drop(ready, reason, max(record.version if record else 0, ready.version))
+            await delivery.ack()

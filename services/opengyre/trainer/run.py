@@ -1,0 +1,259 @@
+"""Training one run: from its last checkpoint, update after update.
+
+The order is what makes it exactly once: the checkpoint's rename is the commit; then its events are told; then the
+groups' messages are acknowledged; only then the next update opens. What a crash interrupts is told again from the
+checkpoint, and what is delivered again is known by the checkpoint's frontier.
+
+Awaits: an update is woken by its last contribution (`Desk.whole`), by a group from the queue, or by `leave`, which is
+looked at while an update collects and never during a commit; torch work by its own thread.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import msgspec
+
+from opengyre.proto import subjects
+from opengyre.proto.base import Event
+from opengyre.proto.group import GroupReady
+from opengyre.proto.host import HostStatus
+from opengyre.proto.run import RunSpec
+from opengyre.proto.update import Contributed, HandOver, HandOverReply, PullReply, PullRequest
+from opengyre.shared.bus import Bucket, ConflictError, Delivery, View, read
+from opengyre.shared.lifecycle import Context
+from opengyre.trainer import figures
+from opengyre.trainer.announce import announce
+from opengyre.trainer.books import next_record, scale, staleness
+from opengyre.trainer.desk import Desk
+from opengyre.trainer.intake import Batch, Intake
+from opengyre.trainer.learner import Total
+from opengyre.trainer.state import State, open_state
+from opengyre.trainer.store import Record
+from opengyre.trainer.update import Cell, GroupArrived, Stored, Ticked, Update, Worked
+
+log = logging.getLogger("gyre.trainer")
+
+TICK_S: Final = 0.25
+NO_CELL_S: Final = 1.0
+"""After so long without a sign of any cell, what we wait for is one."""
+
+T = TypeVar("T")
+
+
+class RunTrainer:
+    """Leads the updates of `spec`. `leave` is set when it is to end."""
+
+    def __init__(self, context: Context, spec: RunSpec, intake: Intake, hosts: View[HostStatus]) -> None:
+        self._context = context
+        self._spec = spec
+        self._intake = intake
+        self._hosts = hosts
+        self._heard: dict[str, int] = {}
+        self._torch = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._outbox: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
+        self._desk: Desk | None = None
+        self._state: State
+        self._dropped: set[str] = set()
+        self.leave = asyncio.Event()
+
+    @property
+    def record(self) -> Record:
+        return self._state.record
+
+    async def run(self) -> None:
+        """Train until the run is finished, or `leave`.
+
+        Raises `ModelDirectoryError`, `CheckpointError`, `NegativeStalenessError`, `CommittedElsewhereError` (in a
+        group).
+        """
+        try:
+            self._state = await self._off_loop(open_state, self._context, self._spec)
+            await announce(self._context.bus, self.record, self._state.manifest, again=True)
+            await self._forget_gradients()
+            self._context.missing = None
+            self._show()
+            async with asyncio.TaskGroup() as tasks:
+                posting = tasks.create_task(self._post())
+                while not (self.leave.is_set() or self.record.finished):
+                    await self._one_update()
+                await self._outbox.join()
+                posting.cancel()
+            if self.record.finished:
+                await self._mark_finished()
+        finally:
+            self._torch.shutdown(wait=False)
+
+    async def pull(self, request: PullRequest) -> PullReply:
+        """Answer a cell that asks for work."""
+        if self._desk is None:
+            return PullReply(discard=True) if request.holding else PullReply(wait="the next update")
+        return await self._desk.pull(request)
+
+    async def hand_over(self, request: HandOver) -> HandOverReply:
+        """Take a cell's gradient, once it is seen to be one."""
+        if self._desk is None:
+            return HandOverReply(accepted=not request.groups, reason="no update is open")
+        return await self._desk.hand_over(request)
+
+    async def _one_update(self) -> None:
+        number = self.record.version + 1
+        loop = asyncio.get_running_loop()
+        opened = loop.time()
+        async with Batch() as batch:
+            update = Update(number=number, attempt=self._context.replica, size=self._spec.dispatch.batch_groups)
+            desk = self._desk = Desk(
+                self._spec, update, self._state, batch.groups, self._tell, self._context.blobs, self._torch
+            )
+            if not await self._collect(desk, batch):
+                self._desk = None
+                await batch.give_back()
+                return
+            with self._context.waits.on(f"the commit of update {number}"):
+                await self._outbox.join()
+                await self._commit(desk, opened)
+                await announce(self._context.bus, self.record, self._state.manifest, again=False)
+                await batch.acknowledge()
+        desk.advance(Stored())
+        # A gradient of the next update may be the same bytes, so these are forgotten before it opens.
+        for contribution in desk.update.contributions.values():
+            await self._context.blobs.discard(contribution.gradient)
+        self._show()
+        await self._off_loop(self._state.prune)
+
+    async def _collect(self, desk: Desk, batch: Batch) -> bool:
+        """Take groups and contributions until all are there; False if we are to leave before."""
+        ends = [asyncio.create_task(desk.whole.wait()), asyncio.create_task(self.leave.wait())]
+        work = [asyncio.create_task(self._take_groups(desk, batch)), asyncio.create_task(self._watch_cells(desk))]
+        pending = {*ends, *work}
+        try:
+            while not (desk.whole.is_set() or self.leave.is_set()):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in (*ends, *work):
+                task.cancel()
+            await asyncio.wait([*ends, *work], timeout=5)
+        return desk.whole.is_set()
+
+    async def _take_groups(self, desk: Desk, batch: Batch) -> None:
+        size = desk.update.size
+        while (before := len(batch.groups)) < size:
+            with self._context.waits.on(f"groups: {before} of {size} of update {desk.update.number}"):
+                while len(batch.groups) == before:
+                    taken = await self._intake.take()
+                    if taken is not None:
+                        await self._receive(desk, batch, *taken)
+
+    async def _receive(self, desk: Desk, batch: Batch, delivery: Delivery, ready: GroupReady) -> None:
+        if ready.run != self._spec.run:
+            await self._intake.settle(delivery, ready)
+            return
+        if ready.group in self.record.frontier or ready.group in self._dropped:
+            await delivery.ack()
+            return
+        staleness(ready, self.record.version)
+        learner = self._state.learner
+        held = await self._intake.check(ready, vocabulary=learner.vocabulary, context=learner.context)
+        if isinstance(held, str):
+            log.error("group %s cannot be trained: %s", ready.group, held)
+            await self._intake.drop(ready, "invalid_group", self.record.version)
+            self._dropped.add(ready.group)
+            await delivery.reject(held)
+            return
+        await batch.keep(delivery, held)
+        desk.advance(GroupArrived(ready.group))
+        self._context.gauges["update_groups"] = len(batch.groups)
+
+    async def _watch_cells(self, desk: Desk) -> None:
+        """Give up silent cells; say when it is a cell that we wait for."""
+        shown: contextlib.ExitStack | None = None
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                now = asyncio.get_running_loop().time()
+                self._hear(desk, now)
+                desk.advance(Ticked(now, self._context.settings.trainer.cell_timeout_s))
+                heard = max(desk.update.seen.values(), default=float("-inf"))
+                lacking = bool(desk.update.waiting) and now - heard > NO_CELL_S
+                if lacking and shown is None:
+                    shown = contextlib.ExitStack()
+                    shown.enter_context(self._context.waits.on("a cell in the TRAIN role"))
+                elif not lacking and shown is not None:
+                    shown.close()
+                    shown = None
+        finally:
+            if shown is not None:
+                shown.close()
+
+    def _hear(self, desk: Desk, now: float) -> None:
+        """A heartbeat that names a group is a sign of life: a group may take longer than a cell's silence may."""
+        for name, status in self._hosts.values.items():
+            revision = self._hosts.revisions[name]
+            if status.training_group is not None and self._heard.get(name) != revision:
+                self._heard[name] = revision
+                desk.advance(Worked(Cell(status.host, status.boot), status.training_group, now))
+
+    async def _commit(self, desk: Desk, opened: float) -> None:
+        update, groups, learner = desk.update, desk.groups, self._state.learner
+        total = Total()
+        for name in sorted(update.contributions):
+            content = await self._context.blobs.get(update.contributions[name].gradient)
+            await self._off_loop(learner.add, total, name, content)
+        executions = sum(len(held.members) for held in groups.values())
+        elapsed = round(asyncio.get_running_loop().time() - opened, 3)
+
+        def decide() -> None:
+            stepped = learner.step(total, scale(self._spec, executions))
+            record = next_record(
+                self.record, self._spec, update, groups, stepped, total.broken,
+                dropped=sorted(self._dropped), opened_s=elapsed,
+            )  # fmt: skip
+            self._state.commit(record)
+
+        await self._off_loop(decide)
+        self._dropped.clear()
+        committed = self.record.committed
+        assert committed is not None
+        if committed.skipped is not None:
+            log.error("update %d did not step: %s", update.number, committed.skipped)
+        self._context.gauges.update(figures.commit(committed))
+        log.info("committed version %d: score %.3f", committed.version, committed.score)
+
+    async def _forget_gradients(self) -> None:
+        """Gradients of an attempt that was interrupted: nobody will add them up."""
+        bus, run = self._context.bus, self._spec.run
+        last = await bus.last(subjects.update(run, "committed"), subjects.UPDATES)
+        start = last.sequence if last is not None else 1
+        for stored in await read(bus, subjects.UPDATES, subjects.update(run, "contributed"), start):
+            event = stored.event()
+            if isinstance(event, Contributed) and event.update > self.record.version:
+                await self._context.blobs.discard(event.gradient)
+
+    async def _mark_finished(self) -> None:
+        runs = Bucket(self._context.bus, subjects.KV_RUNS, RunSpec)
+        found = await runs.get(self._spec.run)
+        if found is not None and found[0].state == "active":
+            with contextlib.suppress(ConflictError):  # Looked at again as long as it is active.
+                await runs.update(self._spec.run, msgspec.structs.replace(found[0], state="finished"), found[1])
+
+    def _tell(self, name: str, event: Event) -> None:
+        self._outbox.put_nowait((subjects.update(self._spec.run, name), event))
+
+    async def _post(self) -> None:
+        while True:
+            subject, event = await self._outbox.get()
+            await self._context.bus.publish(subject, event)
+            self._outbox.task_done()
+
+    def _show(self) -> None:
+        record = self.record
+        self._context.gauges.update(trainer_version=record.version, published_version=record.published, update_groups=0)
+        figures.VERSION.labels(self._spec.run).set(record.version)
+
+    async def _off_loop(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._torch, function, *arguments)

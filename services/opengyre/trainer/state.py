@@ -1,0 +1,71 @@
+"""What the trainer of a run knows between updates: learner, record and the manifest of its version.
+
+The weights of a version are written after its commit, from what was committed, so they can always be written again
+and are the same. Blocking: runs in the trainer's torch thread.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opengyre.proto.run import RunSpec
+from opengyre.proto.weights import Manifest
+from opengyre.shared.lifecycle import Context
+from opengyre.tiny.config import ModelDirectoryError
+from opengyre.trainer.learner import Learner
+from opengyre.trainer.store import Record, Store, prune_weights
+from opengyre.weights.write import version_directory
+
+
+@dataclass(slots=True)
+class State:
+    store: Store
+    weights: Path
+    learner: Learner
+    record: Record
+    manifest: Manifest
+    keep: int
+
+    def commit(self, record: Record) -> None:
+        """Make the learner's present state the version of `record`."""
+        self.record = self.store.commit(record, self.learner.state())
+        self.manifest = _write(self.learner, self.weights, self.record)
+
+    def prune(self) -> None:
+        """Keep the newest checkpoints, and weights that a host may still be loading: published, or a base."""
+        newest = range(self.record.version - self.keep + 1, self.record.version + 1)
+        published = {self.record.published, *self._published_before()}
+        self.store.prune()
+        prune_weights(self.weights, {*newest, *published})
+
+    def _published_before(self) -> set[int]:
+        found = (int(path.name[1:]) for path in self.weights.glob("v[0-9]*"))
+        older = sorted(version for version in found if version < self.record.published)
+        return set(older[-1:])
+
+
+def store_of(context: Context, run: str) -> Store:
+    """The checkpoints of `run`."""
+    return Store(context.state_dir.absolute() / "trainer" / run, context.settings.trainer.keep_checkpoints)
+
+
+def open_state(context: Context, spec: RunSpec) -> State:
+    """The last checkpoint, or the run's initial model as version 0. Raises `ModelDirectoryError`, `CheckpointError`."""
+    store = store_of(context, spec.run)
+    store.clean()
+    record = store.latest()
+    if record is None:
+        model = Path(spec.model)
+        if not model.is_dir():
+            raise ModelDirectoryError(f"run {spec.run}: model {spec.model!r} is no directory on the trainer's machine")
+        learner = Learner(model, spec.optimization, resume=False)
+        record = store.commit(Record(run=spec.run, version=0, published=0), learner.state())
+    else:
+        store.check(record)
+        learner = Learner(store.directory(record.version), spec.optimization, resume=True)
+    weights = context.state_dir.absolute() / "weights" / spec.run
+    manifest = _write(learner, weights, record)
+    return State(store, weights, learner, record, manifest, context.settings.trainer.keep_checkpoints)
+
+
+def _write(learner: Learner, weights: Path, record: Record) -> Manifest:
+    return learner.write_weights(version_directory(weights, record.version), record.run, record.version)

@@ -1,0 +1,147 @@
+"""Checkpoints: the trainer's durable state, one directory a version.
+
+`v000012/` is a model directory (Hugging Face's layout) with `optimizer.pt`, `record.json` and the marker `STABLE`. It
+appears by one rename, complete and synced: that rename is the commit of update 12. A second trainer that would commit
+the same version finds the name taken. Needs no torch: tensors come as bytes.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from opengyre.proto.task import GroupConsumed
+from opengyre.proto.update import Committed
+from opengyre.weights.write import version_directory
+
+RECORD: Final = "record.json"
+STABLE: Final = "STABLE"
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used; the message names the file."""
+
+
+class CommittedElsewhereError(Exception):
+    """Another trainer committed this version: stop."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a commit decided, so that it can be announced again after a crash."""
+
+    run: str
+    version: int
+    published: int
+    """The last version that was published."""
+    frontier: tuple[str, ...] = ()
+    """Every group that was consumed, sorted."""
+    committed: Committed | None = None
+    consumed: tuple[GroupConsumed, ...] = ()
+    """Of the groups of this version's update."""
+    finished: bool = False
+    checksums: dict[str, str] = {}
+    """File -> SHA-256."""
+
+
+class Store:
+    """The checkpoints of one run, below `root`."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root = root
+        self._keep = keep
+
+    def directory(self, version: int) -> Path:
+        return version_directory(self.root, version)
+
+    def versions(self) -> list[int]:
+        """Ascending; a directory without the marker is not one of them."""
+        return sorted(int(found.name[1:]) for found in self.root.glob("v[0-9]*") if (found / STABLE).exists())
+
+    def latest(self) -> Record | None:
+        """The record of the last commit, None before the first. Raises `CheckpointError`."""
+        versions = self.versions()
+        if not versions:
+            return None
+        path = self.directory(versions[-1]) / RECORD
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Record)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"checkpoint file {path} cannot be used: {error}") from error
+
+    def check(self, record: Record) -> None:
+        """Verify every file of the record's checkpoint; raises `CheckpointError` naming the first that differs."""
+        for name, expected in record.checksums.items():
+            path = self.directory(record.version) / name
+            try:
+                found = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError as error:
+                raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+            if found != expected:
+                raise CheckpointError(f"checkpoint file {path} is damaged: its content has another checksum")
+
+    def commit(self, record: Record, files: Mapping[str, bytes]) -> Record:
+        """Make the version durable; return the record as stored. Raises `CommittedElsewhereError`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        record = msgspec.structs.replace(record, checksums=checksums)
+        temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
+        try:
+            for name, content in (*files.items(), (RECORD, msgspec.json.encode(record)), (STABLE, b"")):
+                _write(temporary / name, content)
+            _sync(temporary)
+            target = self.directory(record.version)
+            try:
+                temporary.rename(target)
+            except OSError as error:
+                if target.exists():
+                    raise CommittedElsewhereError(f"version {record.version} of {record.run} is committed") from error
+                raise
+            _sync(self.root)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return record
+
+    def clean(self) -> None:
+        """Remove what interrupted commits left behind; only the one trainer that leads may call it."""
+        for leftover in self.root.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def prune(self) -> None:
+        """Keep the newest checkpoints only."""
+        for version in self.versions()[: -self._keep]:
+            remove(self.directory(version))
+
+
+def remove(directory: Path) -> None:
+    """Remove a version's directory, so that no reader sees half of it under its name."""
+    hidden = directory.with_name(f".tmp-{directory.name}")
+    directory.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def prune_weights(root: Path, keep: set[int]) -> None:
+    """Remove the versions of weights below the newest that are not in `keep`."""
+    found = sorted(int(path.name[1:]) for path in root.glob("v[0-9]*"))
+    for version in found[:-1]:
+        if version not in keep:
+            remove(version_directory(root, version))
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
