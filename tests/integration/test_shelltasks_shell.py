@@ -54,7 +54,7 @@ def test_demonstrations_show_what_a_shell_prints_and_claim_what_it_makes(tmp_pat
     rng = random.Random(1)
     partial = 0
     for index in range(60):
-        task = plan("train", index, 4, invented=index % 2 == 0)
+        task = plan("train", index, 4)
         shown = demonstrate(task, rng)
         spec = to_spec(task)
         directory = _place(spec, tmp_path / str(index))

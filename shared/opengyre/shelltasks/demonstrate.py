@@ -11,11 +11,8 @@ from typing import Final
 
 from opengyre.shelltasks.tasks import DONE, Plan, instruction, plan, reference
 
-RIGHT: Final = 0.45
+RIGHT: Final = 0.5
 """Share of demonstrations that solve their task."""
-
-INVENTED: Final = 0.9
-"""Share of demonstrations with invented words and file names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +102,7 @@ def expected_output(task: Plan, command: str) -> str:
     return task.answer if command.startswith("grep -l ") else ""
 
 
-def demonstrations(count: int, seed: int, right: float = RIGHT, invented: float = INVENTED) -> list[Demonstration]:
-    """`count` episodes on the training tasks 0 to `count - 1`, deterministic in `seed`; a share `invented` of them
-    has invented words and file names."""
-    rng = random.Random(f"demonstrations:{seed}:{right}:{invented}")  # noqa: S311 - demonstrations, not secrets
-    return [
-        demonstrate(plan("train", index, seed, invented=rng.random() < invented), rng, right) for index in range(count)
-    ]
+def demonstrations(count: int, seed: int, right: float = RIGHT) -> list[Demonstration]:
+    """`count` episodes on the training tasks 0 to `count - 1`, deterministic in `seed`."""
+    rng = random.Random(f"demonstrations:{seed}:{right}")  # noqa: S311 - demonstrations, not secrets
+    return [demonstrate(plan("train", index, seed), rng, right) for index in range(count)]

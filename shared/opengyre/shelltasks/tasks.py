@@ -19,6 +19,8 @@ Split = Literal["train", "eval"]
 
 FAMILIES: Final = ("write", "rename", "count", "find", "chain")
 MAX_TURNS: Final = 4
+INVENTED: Final = 0.9
+"""Share of training tasks with invented words and file names."""
 DONE: Final = "done"
 """What the agent says instead of a command when it thinks that the task is solved."""
 
@@ -54,24 +56,19 @@ def _invented(rng: random.Random, count: int) -> list[str]:
     return list(different)
 
 
-def plan(split: Split, index: int, seed: int, *, invented: bool = False) -> Plan:
-    """Task number `index` (from 0) of `split` under `seed`; families take turns, all else is drawn.
-
-    `invented` takes invented words and stems for those of the training lists.
-    """
-    if invented and split != "train":
-        raise ValueError("invented words are for the training split; an evaluation task uses reserved ones only")
+def plan(split: Split, index: int, seed: int) -> Plan:
+    """Task number `index` (from 0) of `split` under `seed`; families take turns, all else is drawn."""
     if index < 0:
         raise ValueError(f"index is {index}; allowed are values from 0")
     rng = random.Random(f"shelltasks:{seed}:{split}:{index}")  # noqa: S311 - tasks, not secrets
     family = FAMILIES[index % len(FAMILIES)]
     task = f"{family}-{split}-s{seed}-{index:06d}"
-    if invented:
-        stems, (word, *others) = _invented(rng, 6), _invented(rng, 6)
-    elif split == "train":
-        stems, (word, *others) = rng.sample(words.TRAIN_STEMS, 6), rng.sample(words.TRAIN_WORDS, 6)
-    else:
+    if split == "eval":
         stems, (word, *others) = rng.sample(words.EVAL_STEMS, 6), rng.sample(words.EVAL_WORDS, 6)
+    elif rng.random() < INVENTED:
+        stems, (word, *others) = _invented(rng, 6), _invented(rng, 6)
+    else:
+        stems, (word, *others) = rng.sample(words.TRAIN_STEMS, 6), rng.sample(words.TRAIN_WORDS, 6)
     first, second, *spare_files = [stem + rng.choice(words.SUFFIXES) for stem in stems]
     spare = tuple(others[3:])
     common = {"task": task, "family": family, "split": split, "spare_words": spare, "spare_files": tuple(spare_files)}

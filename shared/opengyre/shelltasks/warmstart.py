@@ -24,7 +24,7 @@ from opengyre.tiny.tokenizer import TinyTokenizer
 DEMONSTRATIONS: Final = 8000
 VOCABULARY: Final = 320
 """Few merges: names fall into short pieces that recur in all names, and copying them carries over to unseen names."""
-STEPS: Final = 256
+STEPS: Final = 320
 
 
 def train_tokenizer(episodes: list[Demonstration]) -> TinyTokenizer:

@@ -2,8 +2,8 @@
 
 Invariant: a word or a file stem is in the training lists or in the reserved lists, never in both, and words and stems
 have nothing in common. An evaluation task is written with reserved entries only, so a policy that solves it can copy
-text that it was never trained on. Demonstrations use invented words as well, never a reserved one: with the lists
-alone, a policy cloned from them learns the lists by heart and not to copy.
+text that it was never trained on. Training tasks use invented words as well, never a reserved one: with the lists
+alone a policy learns the lists by heart and not to copy.
 """
 
 import random
