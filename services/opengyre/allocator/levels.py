@@ -2,7 +2,8 @@
 
 Invariants: the hosts of a cell are told the same with the same epoch, and the greatest one counts where a command was
 torn; epochs grow by compare-and-set on the host's key, so that of two leaders one is refused; the level is written
-before its command event, which is only the audit: a leader that finds a level without one publishes it.
+before its command event, which is only the audit: a leader that finds a level without one publishes it. A command is
+written over the revisions that it was decided on, not over what is there by then.
 
 Awaits: each is woken by the broker's acknowledgement or the bus's own bound.
 """
@@ -15,6 +16,8 @@ from opengyre.proto import subjects
 from opengyre.proto.host import DesiredRole, HostCommand, Role
 from opengyre.shared.bus import Bucket, Bus, ConflictError, View
 
+Snapshot = Mapping[str, tuple[DesiredRole, int]]
+
 
 class Levels:
     def __init__(self, bus: Bus, view: View[DesiredRole]) -> None:
@@ -24,19 +27,20 @@ class Levels:
         self._own: dict[str, tuple[DesiredRole, int]] = {}
         """What we wrote, until the mirror shows it."""
 
-    def current(self) -> Mapping[str, DesiredRole]:
-        """Host -> level: the mirror, and what we wrote since."""
+    def current(self) -> Snapshot:
+        """Host -> level and its revision: the mirror, and what we wrote since."""
         for host in [h for h, (_, revision) in self._own.items() if self._view.revisions.get(h, 0) >= revision]:
             del self._own[host]
-        return {**self._view.values, **{host: level for host, (level, _) in self._own.items()}}
+        mirror = {host: (level, self._view.revisions[host]) for host, level in self._view.values.items()}
+        return {**mirror, **self._own}
 
-    async def command(self, cell: Cell, role: Role, reason: str, decision: str, wish: Role | None) -> None:
-        """Tell every host of `cell` its role. Raises `DeposedError`."""
-        levels = self.current()
-        known = [levels[host].epoch for host in cell.hosts if host in levels]
+    async def command(
+        self, seen: Snapshot, cell: Cell, role: Role, reason: str, decision: str | None, wish: Role | None
+    ) -> None:
+        """Tell every host of `cell` its role, as decided on `seen`. Raises `DeposedError` if that has changed since."""
+        known = [seen[host][0].epoch for host in cell.hosts if host in seen]
         epoch = max([0, *known, *(status.epoch for status in cell.present)]) + 1
         for host in cell.hosts:
-            before = levels.get(host)
             level = DesiredRole(
                 host=host,
                 role=role,
@@ -45,16 +49,14 @@ class Levels:
                 cell=cell.name,
                 wish=wish,
             )
-            await self._write(level, before)
+            await self._write(level, seen[host][1] if host in seen else None)
             await self._audit(level, decision)
 
-    async def _write(self, level: DesiredRole, before: DesiredRole | None) -> None:
-        mine = self._own.get(level.host)
+    async def _write(self, level: DesiredRole, known: int | None) -> None:
         try:
-            if before is None:
+            if known is None:
                 revision = await self._bucket.create(level.host, level)
             else:
-                known = mine[1] if mine else self._view.revisions[level.host]
                 revision = await self._bucket.update(level.host, level, known)
         except ConflictError as error:
             raise DeposedError(f"host {level.host} was commanded by another") from error
@@ -65,7 +67,7 @@ class Levels:
 
     async def finish(self) -> None:
         """Publish the commands of levels that a former leader wrote and did not live to tell."""
-        for host, level in self.current().items():
+        for host, (level, _) in self.current().items():
             last = await self._bus.last(subjects.host(host, "command"), subjects.HOSTS)
             told = last.event() if last is not None else None
             if not isinstance(told, HostCommand) or told.desired.epoch < level.epoch:

@@ -70,7 +70,7 @@ class Records:
 
     async def persist(self, entries: Iterable[GroupEntry]) -> None:
         """Write changed entries. Raises `DeposedError`."""
-        await together(self._update(entry) for entry in entries)
+        await together(self._update, entries)
 
     async def _update(self, entry: GroupEntry) -> None:
         try:
@@ -114,14 +114,11 @@ class Records:
     ) -> None:
         run = progress.spec.run
         subject = subjects.episode_dispatch(run)
+        episodes = (event for entry, task in made for event in admission.dispatches(progress.spec, task, entry))
+        await together(lambda event: self._bus.publish(subject, event), episodes)
         await together(
-            self._bus.publish(subject, event)
-            for entry, task in made
-            for event in admission.dispatches(progress.spec, task, entry)
-        )
-        await together(
-            self._bus.publish(subjects.task(run, entry.task, "admitted"), admission.admitted(entry))
-            for entry, _ in made
+            lambda event: self._bus.publish(subjects.task(run, event.task, "admitted"), event),
+            (admission.admitted(entry) for entry, _ in made),
         )
         marked = [msgspec.structs.replace(entry, dispatched=True) for entry, _ in made]
         for entry in marked:

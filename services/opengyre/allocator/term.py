@@ -20,7 +20,7 @@ from opengyre.allocator.cells import Cell, Clocks, gather
 from opengyre.allocator.choose import current
 from opengyre.allocator.errors import DeposedError
 from opengyre.allocator.feed import Feed
-from opengyre.allocator.levels import Levels
+from opengyre.allocator.levels import Levels, Snapshot
 from opengyre.allocator.policy import decide
 from opengyre.allocator.progress import Progress
 from opengyre.allocator.records import Decisions, Records
@@ -64,7 +64,12 @@ class Term:
         return self._runs.values
 
     def cells(self) -> dict[str, Cell]:
-        return gather(self._hosts.values, self._levels.current())
+        return self._look()[0]
+
+    def _look(self) -> tuple[dict[str, Cell], Snapshot]:
+        """The cells as they are, and the levels that they were made of."""
+        seen = self._levels.current()
+        return gather(self._hosts.values, {host: level for host, (level, _) in seen.items()}), seen
 
     async def load(self) -> None:
         """Read the ledger and finish what a former leader left half told."""
@@ -178,7 +183,7 @@ class Term:
 
     async def _decide_roles(self, progress: Progress | None) -> None:
         async with self._switching:
-            cells = self.cells()
+            cells, seen = self._look()
             views = self._clocks.views(cells, asyncio.get_running_loop().time())
             if progress is None:
                 given = PolicyInput(
@@ -186,33 +191,27 @@ class Term:
                 )
             else:
                 given = progress.policy_input(views)
-            for cell in cells.values():
-                if cell.torn and cell.role is not None:
-                    again = RoleChange(cell=cell.name, role=cell.role, reason="its hosts were not all told the same")
-                    await self._switch(progress, cells, (again,), None)
             changes = decide(given)
             if changes:
-                await self._switch(progress, cells, changes, given)
+                run = progress.spec.run if progress else "none"
+                decision = await self.decisions.publish(run, "roles", input=given, changes=changes)
+                for change in changes:
+                    cell = cells[change.cell]
+                    log.info("cell %s to %s: %s", change.cell, change.role, change.reason)
+                    await self._levels.command(seen, cell, change.role, change.reason, decision, cell.wish)
+            await self._mend(cells, seen, {change.cell for change in changes})
 
-    async def _switch(
-        self,
-        progress: Progress | None,
-        cells: dict[str, Cell],
-        changes: tuple[RoleChange, ...],
-        given: PolicyInput | None,
-    ) -> None:
-        run = progress.spec.run if progress else "none"
-        kind = "roles" if given is not None else "wish"
-        decision = await self.decisions.publish(run, kind, input=given, changes=changes)
-        for change in changes:
-            cell = cells[change.cell]
-            log.info("cell %s to %s: %s", change.cell, change.role, change.reason)
-            await self._levels.command(cell, change.role, change.reason, decision, cell.wish)
+    async def _mend(self, cells: dict[str, Cell], seen: Snapshot, changed: set[str]) -> None:
+        """Give a command again of which not every host of a cell was told."""
+        for cell in cells.values():
+            if cell.torn and cell.role is not None and cell.name not in changed:
+                await self._levels.command(seen, cell, cell.role, "as its cell", None, cell.wish)
 
     async def wish(self, name: str, wish: str) -> Cell:
         """Obey an operator; return the cell as it is. Raises `LookupError` for a cell that nobody knows."""
         async with self._switching:
-            cell = self.cells().get(name)
+            cells, seen = self._look()
+            cell = cells.get(name)
             if cell is None:
                 raise LookupError(name)
             role, wanted = {
@@ -225,7 +224,7 @@ class Term:
                 reason = f"an operator's wish: {wish}"
                 change = RoleChange(cell=name, role=role, reason=reason)
                 decision = await self.decisions.publish(run, "wish", changes=(change,), note=reason)
-                await self._levels.command(cell, role, reason, decision, wanted)
+                await self._levels.command(seen, cell, role, reason, decision, wanted)
                 self._wake.set()
             return cell
 
