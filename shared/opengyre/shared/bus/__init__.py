@@ -18,7 +18,7 @@ from opengyre.shared.bus.errors import (
     RpcUnavailableError,
     TooLargeError,
 )
-from opengyre.shared.bus.pages import Page, count, message_at, page, reachable, remove
+from opengyre.shared.bus.pages import Page, count, message_at, next_message, page, reachable, remove
 from opengyre.shared.bus.replay import follow, read
 from opengyre.shared.bus.rpc import Endpoint, call, serving
 from opengyre.shared.bus.stored import Stored
@@ -53,6 +53,7 @@ __all__ = [
     "count",
     "follow",
     "message_at",
+    "next_message",
     "page",
     "pulling",
     "reachable",

@@ -8,6 +8,7 @@ Awaits: the broker's answers, within the bound of `reachable`.
 
 import asyncio
 import contextlib
+import datetime
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -56,17 +57,25 @@ async def page(
     *,
     start: int = 1,
     limit: int = 100,
+    since: datetime.datetime | None = None,
     last_per_subject: bool = False,
 ) -> Page:
     """Messages under `filters` from sequence `start` on, in order.
 
-    With `last_per_subject` only the last message of each subject counts, and `start` is not heeded. `limit` 0 only
-    counts. Raises what the client raises; use it within `reachable`.
+    With `since` those from that time on, with `last_per_subject` only the last message of each subject, and `start` is
+    not heeded then. `limit` 0 only counts. Not for work queues, which take no second reader (`next_message`).
+    Raises what the client raises; use it within `reachable`.
     """
+    policy = DeliverPolicy.BY_START_SEQUENCE
+    if last_per_subject:
+        policy = DeliverPolicy.LAST_PER_SUBJECT
+    elif since is not None:
+        policy = DeliverPolicy.BY_START_TIME
     config = ConsumerConfig(
         filter_subjects=[filters] if isinstance(filters, str) else list(filters),
-        deliver_policy=DeliverPolicy.LAST_PER_SUBJECT if last_per_subject else DeliverPolicy.BY_START_SEQUENCE,
-        opt_start_seq=None if last_per_subject else max(1, start),
+        deliver_policy=policy,
+        opt_start_seq=max(1, start) if policy is DeliverPolicy.BY_START_SEQUENCE else None,
+        opt_start_time=since if policy is DeliverPolicy.BY_START_TIME else None,
         ack_policy=AckPolicy.NONE,
         inactive_threshold=30,
         mem_storage=True,
@@ -99,6 +108,14 @@ async def message_at(bus: Bus, stream: str, sequence: int) -> Stored | None:
     """The message with this sequence, read from the leader."""
     try:
         return stored_of(await promptly(bus.js.get_msg(stream, sequence)))
+    except js_errors.NotFoundError:
+        return None
+
+
+async def next_message(bus: Bus, stream: str, subject: str, sequence: int) -> Stored | None:
+    """The first message under `subject` at `sequence` or later, read from the leader; it is not taken from a queue."""
+    try:
+        return stored_of(await promptly(bus.js.get_msg(stream, sequence, subject, next=True)))
     except js_errors.NotFoundError:
         return None
 

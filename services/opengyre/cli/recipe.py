@@ -1,0 +1,116 @@
+"""A recipe: a TOML file that says what run is to be made of which tasks. Every fault is one sentence.
+
+[run]                      # the fields of a run: run, model, updates, seed
+run = "shell"
+model = "runs/cache/warmstart"
+updates = 64
+[run.dispatch]             # phi, mu, batch_groups, group_size, min_members
+phi = 0.5
+[tasks]
+path = "tasks/"            # a file or a directory of tasks, or:
+generator = "shelltasks"   # generated ones: count, seed, split
+count = 600
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from opengyre.cli.task_files import TaskFileError, known, load_tasks
+from opengyre.proto.ids import BadIdentifierError, check_run
+from opengyre.proto.run import Dispatch, Elastic, Harness, InvalidRunError, Optimization, RunSpec, validate
+from opengyre.proto.task import TaskSpec
+from opengyre.shelltasks.tasks import generate
+
+MAX_COUNT = 1_000_000
+PARTS = {"dispatch": Dispatch, "harness": Harness, "optimization": Optimization, "elastic": Elastic}
+
+
+class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The table `[tasks]`."""
+
+    path: str | None = None
+    """Relative to the recipe."""
+    generator: Literal["shelltasks"] | None = None
+    count: int = 100
+    seed: int = 0
+    split: Literal["train", "eval"] = "train"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recipe amounts to."""
+
+    run: RunSpec
+    tasks: tuple[TaskSpec, ...]
+
+    @property
+    def groups(self) -> int:
+        """Groups to train that the tasks make."""
+        return sum(task.repeat for task in self.tasks if task.purpose == "train")
+
+    @property
+    def groups_needed(self) -> int | None:
+        """Groups that the run's updates take; None where it goes on while there are tasks."""
+        return None if self.run.updates is None else self.run.updates * self.run.dispatch.batch_groups
+
+    @property
+    def predicted_staleness(self) -> float:
+        """E[d] = phi + (mu - 1) / 2."""
+        return self.run.dispatch.phi + (self.run.dispatch.mu - 1) / 2
+
+
+def read_recipe(path: Path) -> Plan:
+    """Read and check a recipe; raises `TaskFileError`."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise TaskFileError(f"recipe {path} does not exist") from error
+    except OSError as error:
+        raise TaskFileError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TaskFileError(f"recipe {path} is not valid TOML: {error}") from error
+    for key in document:
+        if key not in ("run", "tasks"):
+            raise TaskFileError(f"{path}: unknown table {key}; allowed: run, tasks")
+    return Plan(run=_run(path, document.get("run")), tasks=_tasks(path, document.get("tasks")))
+
+
+def _run(path: Path, table: Any) -> RunSpec:
+    if not isinstance(table, dict):
+        raise TaskFileError(f"{path}: the table [run] is missing; it names at least run and model")
+    known(str(path), "run.", table, RunSpec)
+    if "state" in table:
+        raise TaskFileError(f"{path}: run.state is not for a recipe; a new run is active")
+    for name, kind in PARTS.items():
+        if isinstance(table.get(name), dict):
+            known(str(path), f"run.{name}.", table[name], kind)
+    try:
+        spec = validate(msgspec.convert(table, RunSpec))
+        check_run(spec.run)
+    except (msgspec.ValidationError, InvalidRunError, BadIdentifierError) as error:
+        raise TaskFileError(f"{path}: in [run]: {error}") from error
+    if Path(spec.model).is_absolute():
+        return spec  # it may be on the trainer's machine only
+    model = path.parent / spec.model
+    if not model.is_dir():
+        raise TaskFileError(f"{path}: run.model is {spec.model!r} and {model} is no directory; it holds a policy")
+    return msgspec.structs.replace(spec, model=str(model.resolve()))
+
+
+def _tasks(path: Path, table: Any) -> tuple[TaskSpec, ...]:
+    if not isinstance(table, dict):
+        raise TaskFileError(f"{path}: the table [tasks] is missing; it names a path or a generator")
+    known(str(path), "tasks.", table, TaskSource)
+    try:
+        source = msgspec.convert(table, TaskSource)
+    except msgspec.ValidationError as error:
+        raise TaskFileError(f"{path}: in [tasks]: {error}") from error
+    if (source.path is None) == (source.generator is None):
+        raise TaskFileError(f"{path}: [tasks] names either path or generator, and one of them only")
+    if source.path is not None:
+        return tuple(load_tasks(path.parent / source.path))
+    if not 1 <= source.count <= MAX_COUNT:
+        raise TaskFileError(f"{path}: tasks.count is {source.count}; allowed are values from 1 to {MAX_COUNT}")
+    return tuple(generate(source.split, index, source.seed) for index in range(source.count))
