@@ -1,6 +1,7 @@
 """The sandbox's decisions: no I/O, no clock."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,8 +19,8 @@ from opengyre.sandbox.verdict import judge, verdict
 DEFAULTS = Spec(sandbox="", workspace_mb=16, memory_mb=256, pids=64)
 
 
-def result(code: int | None, **more: object) -> ExecResult:
-    fields: dict = {
+def result(code: int | None, **more: Any) -> ExecResult:
+    fields: dict[str, Any] = {
         "exec_id": "e",
         "exit_code": code,
         "stdout": "out",

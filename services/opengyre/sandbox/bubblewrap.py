@@ -329,7 +329,7 @@ class Bubblewrap:
             raise InfraError(answer.infra_error)
         return commands.result(exec_id, answer, isolated=self._isolated)
 
-    def _inside(self, sandbox: str) -> dict[str, object]:
+    def _inside(self, sandbox: str) -> dict[str, Any]:
         record = self._record(sandbox)
         cwd = self._place(sandbox, WORKSPACE)
         return {"sandbox": sandbox, "pid": record.pid, "started": record.started, "uid": self._uid(), "cwd": cwd}

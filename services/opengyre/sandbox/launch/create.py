@@ -25,7 +25,7 @@ class CreateError(Exception):
 
 
 def create(request: dict) -> dict:
-    """Make a sandbox and return ``{pid, started}`` of its first process (0 where it has none); on any failure nothing of it is left."""
+    """Make a sandbox; ``{pid, started}`` of its first process, 0 where it has none. A failure leaves nothing of it."""
     folder: str = request["folder"]
     _record(folder, "creator.pid", {"pid": os.getpid(), "started": kernel.start_time(os.getpid())})
     if request["plain"] is not None:

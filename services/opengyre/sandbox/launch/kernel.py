@@ -20,6 +20,7 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _EINVAL = 22
+_PF_EXITING = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -79,13 +80,16 @@ def become_subreaper() -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, None where there is none (a zombie counts as none)."""
+    """Start time of a process in clock ticks since boot, None where there is none or it is ending.
+
+    A sandbox's first process ends its others before it is gone itself: whoever sees those die must see it as ended.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is not imported in the launcher
             fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if fields[0] in (b"Z", b"X") or int(fields[6]) & _PF_EXITING else int(fields[19])
 
 
 def open_process(pid: int, started: int) -> int:
