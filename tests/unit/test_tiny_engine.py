@@ -143,11 +143,22 @@ def test_abort_delivers_what_there_is(engine: TinyEngine) -> None:
 
 
 def _pause_midway(engine: TinyEngine, *requests: GenerateRequest, tokens: int):
-    """Submit, and pause when at least `tokens` tokens were sampled; the calls are then still in flight."""
-    before = engine.stats().tokens
+    """Submit, and have the worker itself pause once it has sampled `tokens` tokens: no race, however slow we are."""
+    engine.pause()
     futures = [engine.submit(request) for request in requests]
-    while engine.stats().tokens < before + tokens:
-        threading.Event().wait(0.0005)
+    reached = threading.Event()
+    step, limit = engine._core.step, engine._core.tokens + tokens
+
+    def stepping() -> int:
+        count = step()
+        if engine._core.tokens >= limit and not reached.is_set():
+            engine._advance(EngineEvent.PAUSE)
+            reached.set()
+        return count
+
+    engine._core.step = stepping
+    engine.resume()
+    assert reached.wait(BOUND_S)
     engine.pause()
     return futures
 
