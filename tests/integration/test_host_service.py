@@ -13,7 +13,7 @@ import torch
 
 from opengyre.host.drain import held
 from opengyre.host.engine import TinyHostEngine
-from opengyre.host.service import Host
+from opengyre.host.service import EngineFailedError, Host
 from opengyre.proto import subjects
 from opengyre.proto.host import DesiredRole, HostState, HostStateChanged, HostStatus
 from opengyre.proto.run import RunSpec
@@ -77,6 +77,7 @@ class Running:
     """A host in this process."""
 
     def __init__(self, bus: Bus, context: Context, host: Host, engine: TinyHostEngine) -> None:
+        self.task: asyncio.Task[None] = asyncio.create_task(host.run())
         self.bus, self.context, self.host, self.engine = bus, context, host, engine
         self.statuses = Bucket(bus, subjects.KV_HOSTS, HostStatus)
         self.desired = Bucket(bus, subjects.KV_DESIRED, DesiredRole)
@@ -115,12 +116,12 @@ async def running(bus: Bus, folder: Path, name: str = "host0", engine: TinyHostE
         engine = engine or TinyHostEngine(settings.host.capacity, 1)
         host = Host(context, engine)
         async with serving_http(sock, app_of(list(host.routes()))):
-            task = asyncio.create_task(host.run())
+            program = Running(bus, context, host, engine)
             try:
-                yield Running(bus, context, host, engine)
+                yield program
             finally:
                 context.stopping.set()
-                await asyncio.wait_for(task, 15)
+                await asyncio.wait_for(program.task, 15)
 
 
 @pytest.fixture
@@ -395,3 +396,78 @@ async def test_another_run_is_served_only_with_weights_of_its_own(
         await Versions(bus, versions.root, "q").publish(0)
         status = await host.reach(HostState.ROLLOUT)
         assert (status.run, status.version) == ("q", 0)
+
+
+async def test_hosts_that_serve_load_a_new_version_one_after_another(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    loading: list[str] = []
+    most: list[int] = []
+
+    class Slow(TinyHostEngine):
+        async def load(self, directory: Path, version: int) -> None:
+            loading.append("x")
+            most.append(len(loading))
+            await asyncio.sleep(0.1)
+            await super().load(directory, version)
+            loading.pop()
+
+    await versions.publish(0)
+    async with (
+        running(bus, tmp_path / "s", "host0", Slow(4, 1)) as one,
+        running(bus, tmp_path / "s", "host1", Slow(4, 1)) as two,
+    ):
+        await one.reach(HostState.ROLLOUT)
+        await two.reach(HostState.ROLLOUT)
+        await versions.publish(1)
+
+        async def both() -> bool:
+            return [(await host.status()).version for host in (one, two)] == [1, 1]
+
+        await eventually(both)
+    assert most == [1, 1]
+
+
+async def test_a_follower_that_is_behind_after_a_restart_of_the_broker_lets_no_host_join_with_an_old_version(
+    bus: Bus, nats_server, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        await host.tell("train", 1)
+        await host.reach(HostState.TRAIN)
+        await asyncio.to_thread(nats_server.kill)
+        await asyncio.to_thread(nats_server.start)
+        await versions.publish(1)
+        await host.tell("rollout", 2)
+        assert (await host.reach(HostState.ROLLOUT)).version == 1
+
+
+async def test_calls_go_on_while_the_broker_is_away_and_roles_are_obeyed_when_it_is_back(
+    bus: Bus, nats_server, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.ROLLOUT)
+        await asyncio.to_thread(nats_server.kill)
+        for n in range(4):
+            assert choice(await generate(http, host, body(f"c{n}", PROMPT, 20)))["finish_reason"] == "length"
+        await asyncio.to_thread(nats_server.start)
+        await host.tell("train", 1)
+        await host.reach(HostState.TRAIN)
+
+
+async def test_an_engine_that_ended_by_itself_ends_the_host(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    await versions.publish(0)
+
+    async def lose_the_engine() -> None:
+        async with running(bus, tmp_path / "s") as host:
+            await host.reach(HostState.ROLLOUT)
+            await host.engine.close()
+            await eventually(host.task.done)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await lose_the_engine()
+    assert caught.group_contains(EngineFailedError)

@@ -234,3 +234,19 @@ async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Cont
     async with asyncio.timeout(1):
         await task
         await worker.leave()
+
+
+async def test_training_goes_on_after_the_broker_was_away(
+    bus: Bus, nats_server, context: Context, base: Manifest
+) -> None:
+    trainer = Trainer(base, [group(0)])
+    trainer.flushing = False
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: any(pull.holding for pull in trainer.pulls))
+        await asyncio.to_thread(nats_server.kill)
+        await asyncio.to_thread(nats_server.start)
+        trainer.work.append(group(1))
+        await eventually(lambda: len(trainer.leased) == 2)
+        trainer.flushing = True
+        await eventually(lambda: bool(trainer.taken))
+    assert [t.groups for t in trainer.taken] == [("r-g000000", "r-g000001")]

@@ -24,7 +24,15 @@ from opengyre.host.engine import WAITING_FACTOR, Engine, make_engine
 from opengyre.host.inference import Inference
 from opengyre.host.reporter import Reporter
 from opengyre.host.roles import ACTIVITY, Activity, Effect, Event, Position, Signal, advance, ended
-from opengyre.host.versions import chosen_run, follow_published, replaces, retry_after, verified
+from opengyre.host.versions import (
+    chosen_run,
+    follow_published,
+    in_turn,
+    last_published,
+    replaces,
+    retry_after,
+    verified,
+)
 from opengyre.host.worker import Worker
 from opengyre.proto import subjects
 from opengyre.proto.host import DesiredRole, HostState, HostStateChanged, HostStatus
@@ -235,7 +243,7 @@ class Host:
         asleep = self._engine.stats().state == "asleep"
         if manifest is None or (manifest == self._applied and not asleep):
             if self._position.state is HostState.JOINING and manifest is not None:
-                self._event(Signal.APPLIED, f"version {manifest.version} is applied")
+                await self._join(manifest)
             else:
                 await self._wait(LOOK_AGAIN_S)
             return
@@ -253,17 +261,32 @@ class Host:
             log.warning("version %d could not be acknowledged: %s", manifest.version, error)
             await self._wait(retry_after(0))
 
+    async def _join(self, applied: Manifest) -> None:
+        """Let traffic in if what is applied is what the leader of the broker calls current."""
+        try:
+            newest = await last_published(self._context.bus, applied.run)
+        except (BusError, TimeoutError) as error:
+            log.warning("the current version is not known: %r", error)
+            with self._context.waits.on("the broker to say which version is current", retry_after(0)):
+                await self._wait(retry_after(0))
+            return
+        if newest is not None:
+            self._found(newest)
+        if self._current == applied:
+            self._event(Signal.APPLIED, f"version {applied.version} is applied")
+
     async def _load(self, manifest: Manifest, asleep: bool) -> None:
         directory = Path(manifest.directory)
         if asleep:
             await self._engine.wake(directory, manifest.version)
             await self._engine.resume()
             return
-        await self._engine.pause()
-        try:
-            await self._engine.load(directory, manifest.version)
-        finally:
-            await self._engine.resume()
+        async with in_turn(self._context.bus, manifest.run, f"{self._host}-{self._boot}"):
+            await self._engine.pause()
+            try:
+                await self._engine.load(directory, manifest.version)
+            finally:
+                await self._engine.resume()
 
     async def _acknowledge(self, manifest: Manifest, duration_s: float) -> None:
         """Only what was acknowledged counts as applied; raises `BusError`."""

@@ -2,24 +2,29 @@
 
 Invariants: versions only grow; a version is used only after every file of it was checked against its manifest.
 
-Awaits: `follow_published` is woken by the broker; a new manifest is handed to `found`.
+Awaits: `follow_published` is woken by the broker; a new manifest is handed to `found`. `in_turn` looks every
+`TURN_POLL_S` whether the turn is free, `TURN_S` at most.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from opengyre.proto import subjects
 from opengyre.proto.codec import UndecodableError
 from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest, WeightsPublished
-from opengyre.shared.bus import Bus, follow
+from opengyre.shared.bus import Bucket, Bus, BusError, Lease, LeaseOwner, follow
 from opengyre.weights.manifest import verify
 
 log = logging.getLogger("gyre.host")
 
 FIRST_RETRY_S = 0.25
 LAST_RETRY_S = 10.0
+TURN_S = 2.0
+TURN_POLL_S = 0.05
+TURN_TTL_S = 5
 
 
 def chosen_run(runs: Mapping[str, RunSpec], revisions: Mapping[str, int]) -> str | None:
@@ -45,10 +50,46 @@ async def verified(manifest: Manifest) -> None:
     await asyncio.to_thread(verify, manifest)
 
 
+@contextlib.asynccontextmanager
+async def in_turn(bus: Bus, run: str, owner: str) -> AsyncIterator[None]:
+    """Hosts that serve a run load one after another, so that not all pause at once.
+
+    A courtesy, not a lock: who waited `TURN_S`, or gets no answer from the broker, goes on.
+    """
+    lease = Lease(Bucket(bus, subjects.KV_LEASES, LeaseOwner), f"weights.{run}", owner, TURN_TTL_S)
+    ours = False
+    try:
+        async with asyncio.timeout(TURN_S):
+            while True:
+                ours = await lease.acquire()
+                if ours:
+                    break
+                await asyncio.sleep(TURN_POLL_S)
+    except (TimeoutError, BusError) as error:
+        log.info("loading a version of %s out of turn (%r)", run, error)
+    try:
+        yield
+    finally:
+        if ours:
+            await lease.release()
+
+
+async def last_published(bus: Bus, run: str) -> Manifest | None:
+    """What the leader says now: a follower may be seconds behind. Raises `TimeoutError` or `BusError`."""
+    last = await bus.last(subjects.weights(run, "published"), subjects.WEIGHTS)
+    event = last.event() if last else None
+    return event.manifest if isinstance(event, WeightsPublished) else None
+
+
 async def follow_published(bus: Bus, run: str, found: Callable[[Manifest], None]) -> None:
     """Hand the last published manifest of `run`, and each later one, to `found`; until cancelled."""
     subject = subjects.weights(run, "published")
-    last = await bus.last(subject, subjects.WEIGHTS)
+    while True:
+        try:
+            last = await bus.last(subject, subjects.WEIGHTS)
+            break
+        except TimeoutError:
+            log.info("the broker does not say yet which version of %s is published", run)
     async for stored in follow(bus, subjects.WEIGHTS, subject, start=last.sequence if last else 1):
         try:
             event = stored.event()
