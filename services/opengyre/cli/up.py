@@ -23,12 +23,15 @@ from opengyre.cli.stack import Lock, Stack, StackError
 from opengyre.cli.supervisor import Supervisor
 from opengyre.cli.supervisor_child import tail
 from opengyre.cli.supervisor_plan import MARK, Addresses, Program, services
+from opengyre.sandbox.clear import clear
+from opengyre.sandbox.core import InfraError
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
 from opengyre.shared.settings import Settings
 
 BROKER_S = 20.0
 READY_S = 60.0
+SANDBOXES_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ async def running(options: Options, settings: Settings, report: Callable[[str], 
             finally:
                 writer.cancel()
                 await asyncio.wait([writer])
+        await end_sandboxes(state)
         stacks.write(state, msgspec.structs.replace(stack, supervisor_pid=0))
 
 
@@ -175,6 +179,15 @@ async def _keep_file(run: Running, state: Path) -> None:
             await asyncio.to_thread(stacks.write, state, now)
             written = now
         await run.supervisor.changed(5.0)
+
+
+async def end_sandboxes(state: Path) -> list[str]:
+    """End the sandboxes of a stack that is stopped; return their ids. They outlive a crash, but not this."""
+    try:
+        async with asyncio.timeout(SANDBOXES_S):
+            return await clear(state)
+    except (TimeoutError, InfraError) as error:
+        raise StackError(f"sandboxes below {state} may be left: {error or 'no end within the bound'}") from error
 
 
 def end_leftovers(state: Path) -> list[str]:

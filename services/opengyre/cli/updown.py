@@ -23,7 +23,7 @@ from rich.table import Table
 from opengyre.cli import stack as stacks
 from opengyre.cli.stack import Stack, StackError
 from opengyre.cli.supervisor_child import rotate, tail
-from opengyre.cli.up import READY_S, Options, Running, check_port, end_leftovers, running
+from opengyre.cli.up import READY_S, Options, Running, check_port, end_leftovers, end_sandboxes, running
 from opengyre.shared.settings import Settings, load
 
 DOWN_S = 120.0
@@ -83,6 +83,8 @@ def down(
 
 def stop(directory: Path) -> tuple[bool, list[str]]:
     """End the stack of `directory` with all its processes; whether one ran, and what was left of an earlier one."""
+    if not directory.exists():
+        return False, []
     pid = stacks.owner(directory)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -94,6 +96,8 @@ def stop(directory: Path) -> tuple[bool, list[str]]:
             if not _gone(directory, pid, 10):
                 raise StackError(f"process {pid} cannot be ended; it holds the lock of {directory}")
     leftovers = end_leftovers(directory)
+    with stacks.Lock(directory):
+        leftovers += asyncio.run(end_sandboxes(directory))
     return pid is not None, leftovers
 
 
