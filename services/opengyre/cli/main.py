@@ -1,12 +1,10 @@
 """The `gyre` command: every verb with --help and an example; faults of the user's side are one sentence."""
 
-import importlib
-import importlib.util
 import sys
 
 import typer
 
-from opengyre.cli import doctor, updown
+from opengyre.cli import demo, doctor, hosts, runs, staleness, status, streams, tasks, updown
 from opengyre.cli.stack import StackError
 from opengyre.shared.embedded import MissingBinaryError
 from opengyre.shared.settings import SettingsError
@@ -19,11 +17,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
-updown.register(app)
-doctor.register(app)
-for name in ("status", "runs", "tasks", "hosts", "staleness", "streams", "demo"):
-    if importlib.util.find_spec(f"opengyre.cli.{name}") is not None:
-        importlib.import_module(f"opengyre.cli.{name}").register(app)
+for module in (updown, demo, doctor, status, runs, tasks, hosts, staleness, streams):
+    module.register(app)
 
 
 def main() -> None:
