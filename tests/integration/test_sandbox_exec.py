@@ -51,6 +51,10 @@ def content(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
+def execs_of(backend: Bubblewrap, sandbox: str) -> Path:
+    return backend._home(sandbox, backend._live[sandbox]) / "execs"
+
+
 def marked(backend: Bubblewrap) -> list[str]:
     key = backend.marker("")
     return [value for _, value in processes._marked() if value.startswith(key)]
@@ -243,8 +247,8 @@ async def test_trap_11_flood_is_capped_counted_and_killed(box: Box):
     assert 16 << 20 <= done.stdout_bytes <= 17 << 20
     assert len(done.stdout) < 1100
     assert (await box.run("echo ok")).stdout == "ok\n"
-    assert list((box.backend.folder("s") / "execs" / "e1").iterdir()) != []
-    assert sum(p.stat().st_size for p in (box.backend.folder("s") / "execs").rglob("*") if p.is_file()) < 100_000
+    assert list((execs_of(box.backend, "s") / "e1").iterdir()) != []
+    assert sum(p.stat().st_size for p in (execs_of(box.backend, "s")).rglob("*") if p.is_file()) < 100_000
 
 
 async def test_trap_13_localhost_has_a_name(box: Box):

@@ -36,6 +36,10 @@ async def until(condition: Callable[[], bool], bound_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
+def execs_of(backend: Bubblewrap, sandbox: str) -> Path:
+    return backend._home(sandbox, backend._live[sandbox]) / "execs"
+
+
 class Node:
     """A manager on a folder that can be left as a crash would leave it."""
 
@@ -275,9 +279,9 @@ async def test_a_command_outlives_its_launcher(node: Node):
 async def test_a_monitor_that_is_killed_is_an_infra_error_and_the_command_not_run_again(node: Node):
     await node.create("a")
     running = asyncio.ensure_future(node.exec("a", "e", "echo x >> count; sleep 9"))
-    claim = node.backend.folder("a") / "execs" / "e" / "claim"
+    claim = execs_of(node.backend, "a") / "e" / "claim"
     await until(claim.exists)
-    while (await node.exec("a", f"look{time.monotonic_ns()}", "cat count")).stdout != "x\n":
+    while (await node.exec("a", f"look{time.monotonic_ns()}", "cat count")).stdout != "x\n":  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     os.kill(json.loads(claim.read_text())["pid"], signal.SIGKILL)
     with pytest.raises(InfraError, match="monitor"):

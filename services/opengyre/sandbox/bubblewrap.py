@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -159,6 +160,9 @@ class Bubblewrap:
         """Where everything about a sandbox is written; others may keep files of their own in it."""
         return self._root / "sandboxes" / sandbox
 
+    def _home(self, sandbox: str, record: Processes) -> Path:
+        return self.folder(sandbox) / record.token
+
     def marker(self, sandbox: str) -> str:
         """Value of GYRE_SANDBOX in everything that belongs to it."""
         return f"{self._key}.{sandbox}"
@@ -189,7 +193,7 @@ class Bubblewrap:
     async def create(self, spec: Spec, files: Mapping[str, str]) -> None:
         sandbox = spec.sandbox
         slot = self._free_slot() if self._own_ids else None
-        record = Processes(boot=self._boot, slot=slot, isolated=self._isolated)
+        record = Processes(boot=self._boot, token=secrets.token_hex(6), slot=slot, isolated=self._isolated)
         if slot is not None:
             self._slots.add(slot)
         self._making[sandbox] = record
@@ -199,7 +203,7 @@ class Bubblewrap:
                 "create",
                 tag=sandbox,
                 sandbox=sandbox,
-                folder=str(self.folder(sandbox)),
+                folder=str(self._home(sandbox, record)),
                 plain=plain,
                 base=None if slot is None else UID_BASE + slot * IDS,
                 uid=self._uid(),
@@ -207,7 +211,7 @@ class Bubblewrap:
                 args=jail.arguments(spec, self.marker(sandbox), own_ids=self._own_ids) if self._isolated else [],
                 data=jail.DATA,
                 cgroups=self._groups.joins(sandbox, limits_only=False) if self._isolated else [],
-                files_from=str(self.folder(sandbox) / "files.json"),
+                files_from=str(self._home(sandbox, record) / "files.json"),
             )
             record = msgspec.structs.replace(record, ready=True, **(made or {}))
             save(self.folder(sandbox) / "processes.json", record)
@@ -229,10 +233,11 @@ class Bubblewrap:
 
     def _prepare(self, spec: Spec, files: Mapping[str, str], record: Processes) -> str | None:
         folder = self.folder(spec.sandbox)
-        # The manager may have registered it already.
-        (folder / "execs").mkdir(parents=True)
+        folder.mkdir()
         save(folder / "processes.json", record)
-        (folder / "files.json").write_text(
+        home = self._home(spec.sandbox, record)
+        (home / "execs").mkdir(parents=True)
+        (home / "files.json").write_text(
             json.dumps({self._place(spec.sandbox, name): text for name, text in files.items()})
         )
         self._groups.make(spec.sandbox, spec.memory_mb)
@@ -265,7 +270,7 @@ class Bubblewrap:
 
     async def exec(self, spec: Spec, exec_id: str, command: str, timeout_s: float, limit: int) -> ExecResult:
         record = self._record(spec.sandbox)
-        folder = self.folder(spec.sandbox) / "execs" / exec_id
+        folder = self._home(spec.sandbox, record) / "execs" / exec_id
         digest = commands.digest(command)
         claim = load(folder / "claim", Claim)
         if claim is None:
@@ -358,7 +363,7 @@ class Bubblewrap:
 
     def execs(self, sandbox: str) -> tuple[int, list[str]]:
         """Number of recorded commands, and ids of those that run."""
-        folders = list((self.folder(sandbox) / "execs").iterdir())
+        folders = list((self._home(sandbox, self._record(sandbox)) / "execs").iterdir())
         return len(folders), [folder.name for folder in folders if not (folder / "answer.json").exists()]
 
     async def destroy(self, sandbox: str) -> None:
@@ -375,10 +380,11 @@ class Bubblewrap:
     def _remove(self, sandbox: str, record: Processes | None = None) -> None:
         folder = self.folder(sandbox)
         record = record or load(folder / "processes.json", Processes)
-        for name in ("creator.pid", "bwrap.pid"):
-            written = load(folder / name, dict[str, int])
-            if written is not None and record is not None and not record.ready and record.boot == self._boot:
-                processes.kill(written["pid"], written["started"])
+        if record is not None and not record.ready and record.boot == self._boot:
+            for name in ("creator.pid", "bwrap.pid"):
+                written = load(self._home(sandbox, record) / name, dict[str, int])
+                if written is not None:
+                    processes.kill(written["pid"], written["started"])
         if record is not None and record.pid and record.boot == self._boot:
             processes.kill(record.pid, record.started)
             processes.wait_gone(record.pid, record.started)

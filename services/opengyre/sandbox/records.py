@@ -17,6 +17,8 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
 
     boot: str
     """Boot id of the machine."""
+    token: str
+    """Name of the folder in the sandbox's that holds what was made for it: an id may come again, a token does not."""
     slot: int | None
     """Which range of user ids it has; None without a range of its own."""
     isolated: bool

@@ -85,6 +85,7 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     _kill(made.pop(0))
     place = Place(pid, first_started, request["uid"], WORKSPACE)
     write_inside(place, request["files_from"], own=request["base"] is not None)
+    os.waitpid(child, 0)
     return {"pid": pid, "started": first_started}
 
 

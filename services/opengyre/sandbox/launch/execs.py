@@ -12,6 +12,7 @@ Files of an exec's folder: ``claim`` (monitor's pid and start time, digest of th
 while it runs, ``answer.json``.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -52,8 +53,13 @@ def _read(path: str) -> str:
 
 
 def claim(folder: str, digest: str) -> int | None:
-    """Take an exec's folder for this process. A descriptor of it, or None where somebody has it."""
-    os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+    """Take an exec's folder for this process. A descriptor of it, or None where somebody has it.
+
+    `FileNotFoundError` where the sandbox was destroyed.
+    """
+    with contextlib.suppress(FileExistsError):
+        # Not with its parents: where those are gone, so is the sandbox, though one of the same id may be there again.
+        os.mkdir(folder, mode=0o700)  # noqa: PTH102
     where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     mine = f"claim.{os.getpid()}"
     text = json.dumps({"pid": os.getpid(), "started": kernel.start_time(os.getpid()), "digest": digest})

@@ -18,8 +18,11 @@ PACKET = 1 << 18
 
 
 def _exec(request: dict, answer) -> None:
-    start = execs.Start(request)
-    where = execs.claim(request["folder"], request["digest"])
+    try:
+        start = execs.Start(request)
+        where = execs.claim(request["folder"], request["digest"])
+    except FileNotFoundError:
+        raise ProcessLookupError(request["folder"]) from None
     if where is None:
         answer({"ok": None})
         return
