@@ -159,6 +159,13 @@ class FakeSandboxes:
         self.invalid_verifications = 0
         self._execs: dict[str, asyncio.Task[ExecResult]] = {}
 
+    def lose(self) -> None:
+        """The node forgets its sandboxes, and what runs in them is answered so."""
+        self.live.clear()
+        for task in self._execs.values():
+            if not task.done():
+                task.cancel()
+
     def _check(self, sandbox: str) -> None:
         if sandbox not in self.live:
             raise RpcFailedError("sandbox_gone", f"there is no sandbox {sandbox}")
@@ -174,7 +181,12 @@ class FakeSandboxes:
         task = self._execs.get(request.exec_id)
         if task is None:
             task = self._execs[request.exec_id] = asyncio.create_task(self._run(request))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise RpcFailedError("sandbox_gone", f"{request.sandbox} went away") from None
+            raise
 
     async def _run(self, request: ExecRequest) -> ExecResult:
         self.ran.append(request.exec_id)
@@ -216,9 +228,10 @@ class FakeSandboxes:
             serving(self._bus, "sandbox", "any", {"create": Endpoint(SandboxSpec, self.create)}),
             serving(self._bus, "sandbox", self.node, own),
         ):
-            yield self
-        for task in self._execs.values():
-            task.cancel()
+            try:
+                yield self
+            finally:
+                self.lose()  # the endpoints end when what they wait for has
 
 
 class Stack:

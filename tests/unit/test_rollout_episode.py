@@ -1,0 +1,150 @@
+"""The states of an episode: every pair of phase and event, and that a log rebuilds what was lived."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.run import Harness
+from opengyre.proto.task import TaskSpec
+from opengyre.proto.traj import (
+    AnyTrajEvent,
+    Call,
+    Ended,
+    Resumed,
+    SandboxOpened,
+    Started,
+    Suspended,
+    TakenOver,
+    ToolResult,
+    Verified,
+)
+from opengyre.rollout.episode import (
+    AgentEnded,
+    Effect,
+    Episode,
+    EpisodeEvent,
+    IllegalTransitionError,
+    Phase,
+    Released,
+    advance,
+    due,
+    rebuild,
+)
+
+DISPATCH = EpisodeDispatch(
+    run="r", group="r-g0", execution="r-g0-e0", members=("r-g0-e0",), version=0, seed=1,
+    task=TaskSpec(task="t", instruction="do"), harness=Harness(), min_members=1,
+)  # fmt: skip
+
+
+def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
+    common: dict = {"run": "r", "group": "r-g0", "execution": "r-g0-e0", "index": index, "attempt": attempt}
+    own: dict[type, dict] = {
+        Started: {"dispatch": DISPATCH, "replica": "a"},
+        TakenOver: {"replica": "b"},
+        SandboxOpened: {"sandbox": "s", "node": "n", "isolated": True},
+        Call: {
+            "call": f"c{index}", "turn": index, "request_digest": str(index), "parent": None, "prefix_tokens": 0,
+            "prompt_ids": (1,), "sampled_ids": (2, 3), "logprobs": (-1.0, -1.0), "versions": (), "temperature": 1.0,
+            "finish_reason": "stop", "text": "x", "hosts": ("h",), "parked_s": 1.0, "duration_s": 3.0,
+        },
+        ToolResult: {
+            "turn": index, "exec_id": "x", "command": "x", "exit_code": 0, "output": "", "output_bytes": 0,
+            "timed_out": False, "duration_s": 0.5,
+        },
+        Suspended: {"turn": 0},
+        Resumed: {"turn": 0, "waited_s": 1.0},
+        Verified: {"parts": (), "reason": "done"},
+        Ended: {"reason": "done", "turns": 1, "sampled_tokens": 2, "duration_s": 1.0, "members": ("r-g0-e0",)},
+    }  # fmt: skip
+    if kind is AgentEnded:
+        return AgentEnded("turn_budget")
+    if kind is Released:
+        return Released()
+    return kind(**common, **own[kind])
+
+
+KINDS = (
+    Started, TakenOver, SandboxOpened, Call, ToolResult, Suspended, Resumed, Verified, Ended, AgentEnded, Released,
+)  # fmt: skip
+
+ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
+    Phase.NEW: {Started: (Phase.OPENING, (Effect.OPEN_SANDBOX,))},
+    Phase.OPENING: {
+        SandboxOpened: (Phase.ACTING, (Effect.RUN_AGENT,)),
+        TakenOver: (Phase.OPENING, (Effect.OPEN_SANDBOX,)),
+        AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
+        Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+    },
+    Phase.ACTING: {
+        Call: (Phase.ACTING, ()),
+        ToolResult: (Phase.ACTING, ()),
+        Suspended: (Phase.SUSPENDED, ()),
+        Resumed: (Phase.ACTING, ()),
+        TakenOver: (Phase.ACTING, (Effect.RUN_AGENT,)),
+        AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
+        Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+    },
+    Phase.SUSPENDED: {
+        Call: (Phase.SUSPENDED, ()),
+        ToolResult: (Phase.SUSPENDED, ()),
+        Resumed: (Phase.ACTING, ()),
+        TakenOver: (Phase.ACTING, (Effect.RUN_AGENT,)),
+        AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
+        Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+    },
+    Phase.VERIFYING: {
+        Call: (Phase.VERIFYING, ()),
+        ToolResult: (Phase.VERIFYING, ()),
+        Suspended: (Phase.VERIFYING, ()),
+        Resumed: (Phase.VERIFYING, ()),
+        Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+    },
+    Phase.ENDING: {TakenOver: (Phase.ENDING, (Effect.CONCLUDE,)), Ended: (Phase.RELEASING, (Effect.RELEASE,))},
+    Phase.RELEASING: {Released: (Phase.OVER, ())},
+    Phase.OVER: {},
+}
+
+
+@pytest.mark.parametrize(("phase", "kind"), list(itertools.product(Phase, KINDS)))
+def test_every_pair_of_phase_and_event(phase: Phase, kind: type) -> None:
+    expected = ALLOWED[phase].get(kind)
+    if expected is None:
+        with pytest.raises(IllegalTransitionError, match=phase.value):
+            advance(Episode(phase=phase), event(kind))
+    else:
+        after, effects = advance(Episode(phase=phase), event(kind))
+        assert (after.phase, effects) == expected
+
+
+def test_the_reason_outlives_its_writer() -> None:
+    state = rebuild([event(Started), event(SandboxOpened), event(Verified)])  # type: ignore[list-item]
+    assert (state.phase, state.reason) == (Phase.ENDING, "done")
+    assert due(state) == (Effect.CONCLUDE,)
+
+
+def test_parking_is_not_active_time() -> None:
+    state = rebuild([event(Started), event(SandboxOpened), event(Call), event(ToolResult)])  # type: ignore[list-item]
+    assert state.active_s == 2.5
+    assert state.parked_s == 1.0
+    assert (state.calls, state.sampled_tokens) == (1, 2)
+
+
+@given(st.lists(st.sampled_from(KINDS), max_size=40))
+def test_a_log_rebuilds_what_was_lived(kinds: list[type]) -> None:
+    """Law: at any moment, the fold of the stored events differs from the live state by what is not stored only."""
+    live, log = Episode(), list[AnyTrajEvent]()
+    for kind in kinds:
+        happening = event(kind, len(log), live.attempt + (kind is TakenOver))
+        try:
+            live, _ = advance(live, happening)
+        except IllegalTransitionError:
+            continue
+        if isinstance(happening, AgentEnded | Released):
+            return  # the agent ends again by itself; what follows is tested above
+        log.append(happening)
+        assert rebuild(log) == live
+        assert live.events == len(log)

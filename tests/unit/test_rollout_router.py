@@ -1,0 +1,128 @@
+"""Which host takes a call, what its answer means, and how parts become one completion."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.traj import VersionSpan
+from opengyre.rollout.balance import QUEUE, choose
+from opengyre.rollout.engine import NotServedError, Part, RefusedError, read_answer, read_failure
+from opengyre.rollout.router import Completion, joined
+
+
+def host(name: str, state: HostState = HostState.ROLLOUT, *, running: int = 0, run: str | None = "r") -> HostStatus:
+    return HostStatus(
+        host=name, cell=name, boot="b", state=state, epoch=1, url="http://x", engine="t", run=run, capacity=4,
+        running=running,
+    )  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(HostState), st.integers(0, 20), st.integers(0, 20), st.booleans()), max_size=8)
+)
+def test_only_a_serving_host_is_chosen_and_it_is_the_least_loaded(
+    hosts: list[tuple[HostState, int, int, bool]],
+) -> None:
+    statuses = [host(f"h{n}", state, running=running) for n, (state, running, _, _) in enumerate(hosts)]
+    ours = {f"h{n}": count for n, (_, _, count, _) in enumerate(hosts)}
+    avoided = {f"h{n}" for n, (*_, avoid) in enumerate(hosts) if avoid}
+    choice = choose(statuses, "r", ours, avoided)
+    usable = [s for s in statuses if s.state is HostState.ROLLOUT and s.host not in avoided]
+    open_to_us = [s for s in usable if ours[s.host] < QUEUE * s.capacity]
+    assert choice.serving is bool(usable)
+    assert (choice.host is not None) is bool(open_to_us)
+    if choice.host is not None:
+        assert choice.host in open_to_us
+        loads = [max(ours[s.host], s.running) for s in open_to_us]
+        assert max(ours[choice.host.host], choice.host.running) == min(loads)
+
+
+def test_a_host_of_another_run_is_no_host() -> None:
+    assert choose([host("h0", run="other")], "r", {}).serving is False
+    assert choose([host("h0", run=None)], "r", {}).host is not None
+
+
+def test_the_parents_host_is_preferred_while_it_is_not_busier() -> None:
+    hosts = [host("h0"), host("h1")]
+    assert choose(hosts, "r", {}, prefer="h1").host == hosts[1]
+    assert choose(hosts, "r", {"h1": 3}, prefer="h1").host == hosts[0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(5, 9), max_size=5)), min_size=1, max_size=5))
+def test_parts_of_hosts_make_one_completion(parts: list[tuple[int, list[int]]]) -> None:
+    """Law: tokens and log-probs are the parts' one after the other, and the spans cover them with their versions."""
+    done = Completion()
+    expected: list[tuple[int, int]] = []
+    for number, (version, tokens) in enumerate(parts):
+        spans = (VersionSpan(version=version, start=0, end=len(tokens)),)
+        part = Part(tuple(tokens), tuple(float(-t) for t in tokens), spans, "abort")
+        done = joined(done, part, f"h{number}", 1000, (1,))
+        expected += [(token, version) for token in tokens]
+    assert list(done.tokens) == [token for token, _ in expected]
+    assert list(done.logprobs) == [float(-token) for token, _ in expected]
+    covered = [span.version for span in done.versions for _ in range(span.start, span.end)]
+    assert covered == [version for _, version in expected]
+    assert all(a.version != b.version and a.end == b.start for a, b in itertools.pairwise(done.versions))
+    assert done.finish == "abort"
+    assert len(done.hosts) == sum(bool(tokens) for _, tokens in parts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "finish"), [((5, 1), 10, "stop"), ((5, 6), 2, "length"), ((5, 6), 3, "abort")]
+)
+def test_a_part_that_was_stopped_where_it_ended_has_ended(tokens: tuple[int, ...], limit: int, finish: str) -> None:
+    part = Part(tokens, (0.0,) * len(tokens), (), "abort")
+    assert joined(Completion(), part, "h", limit, (1,)).finish == finish
+
+
+def body(**more: object) -> bytes:
+    choice = {
+        "token_ids": [5, 6],
+        "logprobs": {"content": [{"token": "token_id:5", "logprob": -1}, {"token": "token_id:6", "logprob": -2}]},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+    }
+    return json.dumps({"id": "x", "choices": [{**choice, **more}]}).encode()
+
+
+def test_an_answer_in_vllms_shape() -> None:
+    part = read_answer(body())
+    assert part == Part((5, 6), (-1.0, -2.0), (VersionSpan(version=3, start=0, end=2),), "stop")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b'{"choices": []}',
+        body(token_ids=[5]),
+        body(logprobs=None),
+        body(weight_versions=[]),
+        body(weight_versions=[{"version": "3", "start": 0, "end": 1}]),
+        body(weight_versions=[{"version": "new", "start": 0, "end": 2}]),
+        body(finish_reason="tired"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_no_answer(answer: bytes) -> None:
+    with pytest.raises(NotServedError):
+        read_answer(answer)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "kind", "draining"),
+    [
+        (503, b'{"error": {"type": "not_serving", "message": "drains"}}', NotServedError, True),
+        (503, b"upstream", NotServedError, False),
+        (429, b'{"error": "busy"}', NotServedError, False),
+        (400, b'{"error": {"message": "too long", "code": "context_length_exceeded"}}', RefusedError, False),
+    ],
+)
+def test_what_a_failure_means(status: int, answer: bytes, kind: type, draining: bool) -> None:
+    error = read_failure(status, answer)
+    assert type(error) is kind
+    assert str(error)
+    assert getattr(error, "draining", False) is draining
