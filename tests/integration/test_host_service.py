@@ -169,6 +169,7 @@ async def test_no_traffic_before_weights_then_joins_acknowledges_and_serves(
         await versions.publish(0)
         status = await host.reach(HostState.ROLLOUT)
         assert (status.version, status.run, host.context.missing) == (0, "r", None)
+        assert status.last_switch_s is None
         assert status.memory_bytes > 0
         applied = [s.event() for s in await read(bus, subjects.WEIGHTS, subjects.weights("r", "applied"))]
         assert [(e.version, e.host) for e in applied if isinstance(e, WeightsApplied)] == [(0, "host0")]

@@ -82,7 +82,9 @@ class Host:
         self._changes = 0
         loop = asyncio.get_running_loop()
         self._clock = loop.time
-        self._since = self._switch_began = loop.time()
+        self._since = loop.time()
+        self._switch_began: float | None = None
+        """None where no role was left: the first join is no switch."""
         self._last_switch_s: float | None = None
         self._moved_before = 0
         self._freed = 0
@@ -197,14 +199,13 @@ class Host:
         )
         self._changes += 1
         self._since = now
-        if after in (HostState.DRAINING, HostState.LEAVING_TRAIN) or before in (
-            HostState.STARTING,
-            HostState.CORDONED,
-        ):
+        if before is HostState.STARTING:
+            self._switch_began = None
+        elif after in (HostState.DRAINING, HostState.LEAVING_TRAIN) or before is HostState.CORDONED:
             self._switch_began = now
         if after is HostState.DRAINING:
             self._moved_before = self._inference.moved
-        if after in (HostState.ROLLOUT, HostState.TRAIN, HostState.CORDONED):
+        if self._switch_began is not None and after in (HostState.ROLLOUT, HostState.TRAIN, HostState.CORDONED):
             self._last_switch_s = now - self._switch_began
             metrics.ROLE_SWITCHES.labels(after.value).inc()
             metrics.SWITCH_SECONDS.labels(after.value).observe(self._last_switch_s)
