@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
@@ -34,19 +34,21 @@ LastCommit = Callable[[str], Awaitable[Record | None]]
 
 
 class Batch:
-    """The messages of one update."""
+    """The messages of one update. What is not acknowledged when the block ends is given back at once."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Held] = {}
         self._deliveries: list[Delivery] = []
         self._kept = contextlib.AsyncExitStack()
 
-    async def __aenter__(self) -> "Batch":
+    async def __aenter__(self) -> Self:
         await self._kept.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._kept.aclose()
+        while self._deliveries:
+            await self._deliveries.pop().retry()
 
     async def keep(self, delivery: Delivery, held: Held) -> None:
         """Hold the message; a second delivery of a group is held with the first."""
@@ -55,13 +57,9 @@ class Batch:
         self.groups.setdefault(held.ready.group, held)
 
     async def acknowledge(self) -> None:
-        for delivery in self._deliveries:
-            await delivery.ack()
-
-    async def give_back(self) -> None:
-        """For whoever leads next, at once."""
-        for delivery in self._deliveries:
-            await delivery.retry()
+        while self._deliveries:
+            await self._deliveries[-1].ack()
+            self._deliveries.pop()
 
 
 class Intake:

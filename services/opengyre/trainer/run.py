@@ -110,7 +110,6 @@ class RunTrainer:
             )
             if not await self._collect(desk, batch):
                 self._desk = None
-                await batch.give_back()
                 return
             with self._context.waits.on(f"the commit of update {number}"):
                 await self._outbox.join()
