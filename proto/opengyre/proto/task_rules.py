@@ -66,7 +66,11 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
 
 def printable(value: str) -> bool:
     """Whether `value` can be stored and passed to a program: valid Unicode without NUL."""
-    return "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
 
 
 def _text(field: str, value: str, most: int, *, empty: bool = False) -> None:

@@ -46,7 +46,7 @@ def line(stored: Stored, width: int | None = None) -> str:
     when = datetime.datetime.fromtimestamp(stored.timestamp, datetime.UTC).strftime("%H:%M:%S.%f")[:-3]
     text = f"{stored.sequence:>7} {when} {stored.subject.removeprefix('gyre.v1.')} {digest(stored.payload)}"
     text = "".join(char if char.isprintable() else "·" for char in text)
-    return text if width is None or len(text) <= width else f"{text[: max(1, width - 1)]}…"
+    return text if width is None or len(text) <= width else f"{text[: width - 1]}…"
 
 
 def digest(payload: bytes) -> str:

@@ -8,6 +8,8 @@ Awaits: a request waits for its body (the client, `BODY_S`) and for the bus (`AN
 
 import asyncio
 import contextlib
+import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -79,6 +81,22 @@ class Deps:
         return found
 
 
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def is_unicode(body: bytes) -> bool:
+    """False for JSON with half of a surrogate pair, which no store and no sentence could hold."""
+    if not SURROGATE.search(body):
+        return True
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    except (ValueError, RecursionError):
+        return True  # no JSON: said elsewhere, with its place
+    return True
+
+
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
     """Run all at once; the first that fails ends the others, and its error is raised."""
     try:
@@ -117,6 +135,8 @@ class BoundRoute(APIRoute):
                 raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
             except ClientDisconnect as error:
                 raise Problem(400, "the connection ended before the body was complete") from error
+            if not is_unicode(await request.body()):
+                raise Problem(422, "the body holds half of a surrogate pair; allowed is text that UTF-8 can express")
             if not deps.filled:
                 raise Problem(503, "the gateway is starting", headers={"Retry-After": str(RETRY_AFTER_S)})
             async with reachable(deps.bus, ANSWER_S):

@@ -1,6 +1,6 @@
 """What is checked before a request reaches its route: the API key, the media type, the size of the body.
 
-Invariant: a body is never read further than `max_body_bytes`; a request without a valid key reaches no route.
+Invariant: no more than `max_body_bytes` of a body are kept; a request without a valid key reaches no route.
 """
 
 import hmac
@@ -62,10 +62,9 @@ class Edge:
         return None
 
     def _too_large(self) -> Problem:
-        # The rest of the body is not read, so the connection cannot be used again.
-        return Problem(
-            413, f"the body is too large; allowed are at most {self._limit} bytes", headers={"Connection": "close"}
-        )
+        # The connection stays open: the server throws away what still comes, while closing it under a client that is
+        # sending would lose this answer.
+        return Problem(413, f"the body is too large; allowed are at most {self._limit} bytes")
 
     def _known(self, headers: Headers) -> bool:
         given = headers.get("x-api-key", "")

@@ -39,6 +39,7 @@ class Input(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     allowed = ", ".join(cls.model_fields)
+                    key = ascii(key)[1:-1]  # noqa: PLW2901 - a sentence must be UTF-8, and keys may be none
                     raise PydanticCustomError(
                         "unknown_field", "unknown field {name}; allowed: {allowed}", {"name": key, "allowed": allowed}
                     )

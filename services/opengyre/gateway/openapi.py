@@ -33,6 +33,11 @@ def documented(kind: type, example: Any, description: str = "The answer", status
     return {status: {"description": description, "content": content}, **problem_responses()}
 
 
+def answers() -> dict[str, Any]:
+    """The structs that routes answer with, by the name of their schema."""
+    return dict(_answers)
+
+
 def problem_responses() -> dict[int | str, Any]:
     schema = {"$ref": REF.format(name=ProblemDocument.__name__)}
     return {code: {"description": text, "content": {MEDIA_TYPE: {"schema": schema}}} for code, text in PROBLEMS.items()}

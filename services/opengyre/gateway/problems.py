@@ -24,6 +24,9 @@ log = logging.getLogger("gyre.gateway")
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
+PLACES = ("body", "query", "path", "header")
+SHAPES = ("single", "batch")
+"""Tags of the union of submissions; no fields of the caller's."""
 TITLES = {
     400: "Bad request", 401: "No valid API key", 404: "Not found", 405: "Method not allowed", 408: "Request too slow",
     409: "Conflict", 413: "Body too large", 415: "Unsupported media type", 422: "Not allowed", 429: "Too many requests",
@@ -92,11 +95,11 @@ def of_bus(error: BusError) -> Problem:
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
     """The first of pydantic's complaints as a sentence."""
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header", "batch", "single")]
+    where = [str(part) for part in first["loc"] if part not in (*PLACES, *SHAPES)]
     if first["type"] == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", "")
         return Problem(400, f"the body is not valid JSON: {reason} at character {where[0] if where else 0}")
-    field = ".".join(where) or str(first["loc"][0] if first["loc"] else "body")
+    field = ".".join(where) or str(first["loc"][0] if first["loc"] and first["loc"][0] in PLACES else "body")
     if first["type"] == "missing" and not where:
         return Problem(422, "the body is missing; allowed is a JSON object", field=field)
     if first["type"] == "missing":
