@@ -1,0 +1,134 @@
+"""The rollout service with the real sandbox service and real hosts of the tiny engine, each a process."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from opengyre.proto import ids, subjects
+from opengyre.proto.host import DesiredRole, HostState, HostStatus
+from opengyre.proto.service import ServiceStatus
+from opengyre.proto.task import Check
+from opengyre.proto.traj import AnyTrajEvent, Call, Ended, Suspended, ToolResult, Verified
+from opengyre.proto.weights import WeightsPublished
+from opengyre.shared.bus import Bucket, Bus
+from opengyre.tiny.checkpoint import save_pretrained
+from opengyre.tiny.config import TinyConfig
+from opengyre.tiny.model import TinyModel
+from opengyre.weights.write import version_directory, write_version
+from support import eventually
+from support.rollout_fakes import Stack, dispatch
+
+pytestmark = [pytest.mark.torch, pytest.mark.sandbox]
+
+HOSTS = ("h0", "h1")
+
+
+@contextlib.contextmanager
+def process(stack: Stack, service: str, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GYRE_STATE_DIR": str(stack.folder / "state"),
+        "GYRE_BUS__URL": stack.nats_url,
+        "GYRE_SANDBOX__ALLOW_UNISOLATED": "true",
+        **{f"GYRE_{name}": value for name, value in settings.items()},
+    }
+    with (stack.folder / f"{service}-{len(list(stack.folder.iterdir()))}.log").open("wb") as out:
+        running = subprocess.Popen([sys.executable, "-m", f"opengyre.{service}"], env=env, stdout=out, stderr=out)
+    try:
+        yield running
+    finally:
+        running.terminate()
+        try:
+            running.wait(15)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait(5)
+
+
+async def publish_version(stack: Stack) -> None:
+    """Version 0, of a policy that was never trained: what it says is noise, what becomes of it is not."""
+    tokenizer = stack.tokenizer
+    model = TinyModel(TinyConfig(tokenizer.vocab_size, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.end_id), 1)
+    save_pretrained(model, stack.model)
+    manifest = write_version(
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        version_directory(stack.folder / "state" / "weights" / "r", 0),
+        run="r",
+        version=0,
+        parent=None,
+        step=0,
+        extra={"config.json": (stack.model / "config.json").read_bytes()},
+    )
+    await stack.bus.publish(subjects.weights("r", "published"), WeightsPublished(run="r", manifest=manifest))
+
+
+@pytest.fixture
+async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
+    made = Stack(bus, tmp_path, nats_server.url)
+    await made.prepare()
+    await publish_version(made)
+    with contextlib.ExitStack() as processes:
+        started = [processes.enter_context(process(made, name)) for name in ("sandbox", "rollout")]
+        for name in HOSTS:
+            processes.enter_context(process(made, "host", HOST__HOST=name, HOST__HEARTBEAT_S="0.2"))
+        async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
+            pids = {running.pid for running in started}
+            await eventually(lambda: pids <= {s.pid for s in services.values.values() if s.ready}, 60)
+        async with Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
+            await eventually(lambda: [h.state for h in hosts.values.values()] == [HostState.ROLLOUT] * 2, 60)
+        yield made
+
+
+def sampled(events: list[AnyTrajEvent]) -> list[tuple[int, ...]]:
+    return [event.sampled_ids for event in events if isinstance(event, Call)]
+
+
+async def test_drains_of_all_hosts_change_nothing_of_an_episode(stack: Stack) -> None:
+    """Twice the same execution, once with its calls moved and parked again and again: the same tokens, the same
+    observations, the same score; what was written by a command is what the checks find."""
+    checks = (
+        Check(name="kept", command='[ "$(cat a.txt)" = zero ]', weight=0.5),
+        Check(name="never", command="[ -e nowhere ]", weight=0.5),
+    )
+    base = dispatch(max_turns=3, max_tokens=100, context_tokens=512)
+    base = msgspec.structs.replace(base, task=msgspec.structs.replace(base.task, checks=checks))
+    calm = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 0))
+    moved = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 1))
+    await stack.submit(calm)
+    await eventually(lambda: stack.ended(calm), 30)
+    desired = Bucket(stack.bus, subjects.KV_DESIRED, DesiredRole)
+    epoch = 0
+    await stack.submit(moved)
+    async with asyncio.timeout(40):
+        while not await stack.ended(moved):
+            epoch += 1
+            for name in HOSTS:
+                role = "train" if epoch % 2 else "rollout"
+                await desired.put(name, DesiredRole(host=name, role=role, epoch=epoch, grace_s=0.0))
+            await asyncio.sleep(0.15 if epoch % 2 == 0 else 0.4)
+    before, after = await stack.log(calm), await stack.log(moved)
+    assert any(isinstance(event, Suspended) for event in after)
+    assert not any(isinstance(event, Suspended) for event in before)
+    assert sampled(after) == sampled(before)
+    assert len(sampled(after)) == 3
+
+    def seen(events: list[AnyTrajEvent]) -> list[tuple[str, str, int | None]]:
+        return [(e.command, e.output, e.exit_code) for e in events if isinstance(e, ToolResult)]
+
+    assert seen(after) == seen(before)
+    for events in (before, after):
+        verified, end = events[-2:]
+        assert isinstance(verified, Verified)
+        assert isinstance(end, Ended)
+        assert end.reason == "turn_budget"
+        assert verified.infra_error is None
+        assert {part.name: part.value for part in verified.parts} == {"kept": 1.0, "never": 0.0}
