@@ -110,6 +110,17 @@ async def test_pitfall_09_a_message_that_fits_only_without_its_headers_is_refuse
     assert not bus.lost.is_set()
 
 
+async def test_a_question_during_an_outage_is_answered_when_the_server_is_back(bus: Bus, nats_server) -> None:
+    await bus.publish(QUEUE, dispatch(1))
+    await asyncio.to_thread(nats_server.kill)
+    await eventually(lambda: not bus.connected)
+    asking = asyncio.create_task(bus.last(QUEUE))
+    await asyncio.to_thread(nats_server.start)
+    found = await asyncio.wait_for(asking, 30)
+    assert found is not None
+    assert found.event() == dispatch(1)
+
+
 async def test_pitfall_22_a_long_handler_keeps_its_message(bus: Bus) -> None:
     """With an ack wait of 1 s and a beat every 0.3 s, a handler of 3 s is not disturbed by a second delivery."""
     config = next(c for stream, c in topology.consumers() if stream == subjects.EPISODES)

@@ -15,8 +15,8 @@ import contextlib
 import datetime
 import logging
 import random
-from collections.abc import AsyncIterator
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Self, TypeVar
 
 import nats
 import nats.errors
@@ -34,6 +34,8 @@ from opengyre.shared.bus.promptly import promptly
 from opengyre.shared.bus.stored import Stored
 
 log = logging.getLogger("gyre.bus")
+
+Answer = TypeVar("Answer")
 
 WRONG_LAST_SEQUENCE = {10071, 10164}
 QUEUE_FULL = {10077}
@@ -178,7 +180,7 @@ class Bus:
             except _TRANSIENT as error:
                 failure = error
             log.info("bus: publish to %s is in doubt (%r), attempt %d", subject, failure, attempt + 1)
-            await asyncio.sleep(min(0.05 * 2**attempt, 2) * random.uniform(0.5, 1))  # noqa: S311 - jitter
+            await asyncio.sleep(_backoff(attempt))
         raise BusUnavailableError(f"{subject}: not acknowledged in {attempts} attempts")
 
     async def send(self, subject: str, payload: bytes) -> None:
@@ -202,13 +204,23 @@ class Bus:
     async def last(self, subject: str, stream: str | None = None) -> Stored | None:
         """The last message under `subject` (wildcards allowed), read from the leader: never stale."""
         try:
-            name = stream or await promptly(self.js.find_stream_name_by_subject(subject))
-            return stored_of(await promptly(self.js.get_last_msg(name, subject)))
+            name = stream or await self._ask(lambda: self.js.find_stream_name_by_subject(subject))
+            return stored_of(await self._ask(lambda: self.js.get_last_msg(name, subject)))
         except js_errors.NotFoundError:
             return None
 
     async def stream_info(self, stream: str, subjects_filter: str | None = None) -> StreamInfo:
-        return await promptly(self.js.stream_info(stream, subjects_filter))
+        return await self._ask(lambda: self.js.stream_info(stream, subjects_filter))
+
+    async def _ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], attempts: int = 8) -> Answer:
+        """Repeat a question, which changes nothing, until the broker answers; raises `BusUnavailableError`."""
+        for attempt in range(attempts):
+            try:
+                return await promptly(question())
+            except _TRANSIENT as error:
+                failure = error
+            await asyncio.sleep(_backoff(attempt))
+        raise BusUnavailableError(f"NATS at {self.url} did not answer in {attempts} attempts ({failure!r})")
 
     async def subjects(self, stream: str, subjects_filter: str) -> dict[str, int]:
         """Subject -> number of messages, of the subjects in `stream` that match."""
@@ -231,6 +243,10 @@ class Bus:
         finally:
             with contextlib.suppress(nats.errors.Error):
                 await promptly(subscription.unsubscribe())
+
+
+def _backoff(attempt: int) -> float:
+    return min(0.05 * 2**attempt, 2) * random.uniform(0.5, 1)  # noqa: S311 - jitter
 
 
 def stored_of(message: RawStreamMsg) -> Stored:
