@@ -211,7 +211,22 @@ def test_a_dropped_group_is_made_up_for_at_once_or_a_full_batch_never_comes() ->
     assert admit(progress) == 0
     progress.apply(scored("r-g000001", "dropped", "infra"))
     assert admit(progress) == 1
-    assert progress.ledger.groups_book().dropped == {"infra": 1}
+    progress.apply(scored("r-g000000"))
+    progress.apply(consumed("r-g000000", 0, "dropped", "invalid_group"))
+    assert admit(progress) == 1, "the trainer refused it before it was in an update"
+    assert progress.ledger.groups_book().dropped == {"infra": 1, "invalid_group": 1}
+
+
+def test_groups_of_an_update_that_did_not_step_were_its_batch_and_are_not_made_up_for() -> None:
+    progress = Progress(run_spec(phi=0, mu=2, batch=2))
+    progress.apply(submitted(task(repeat=9)))
+    progress.apply(published(0))
+    assert admit(progress) == 4
+    for group in ("r-g000000", "r-g000001"):
+        progress.apply(consumed(group, 0, "dropped", "non_finite_gradient"))
+    assert admit(progress) == 0
+    progress.apply(published(2))
+    assert admit(progress) == 2
 
 
 def test_a_version_heard_of_before_the_consumption_it_follows_admits_no_more_than_the_depth() -> None:

@@ -48,6 +48,7 @@ class World:
     now: int = 0
     version: int = 0
     unserved: int = 0
+    """How often the last cell that served left live episodes."""
     todo: dict[str, int] = field(default_factory=dict)
     leased: set[str] = field(default_factory=set)
     handed: set[str] = field(default_factory=set)
@@ -101,6 +102,8 @@ class World:
         host.left = max(0, host.left - 1)
         before = host.state
         if host.state is S.ROLLOUT and host.role == "train":
+            others = any(other.state is S.ROLLOUT for other in self.hosts if other is not host)
+            self.unserved += bool(self.todo) and not others
             host.state, host.left = S.DRAINING, host.switch
         elif host.state is S.DRAINING and host.left == 0:
             host.state = S.TRAIN
@@ -168,14 +171,11 @@ class World:
     def command(self) -> None:
         cells = gather({host.name: host.heard for host in self.hosts if host.heard}, self.levels)
         given = self.progress.policy_input(self.clocks.views(cells, self.now * TICK_S))
-        serving = [host for host in self.hosts if host.role == "rollout"]
         for change in decide(given):
             host = next(host for host in self.hosts if host.name == change.cell)
             host.epoch += 1
             host.role = change.role
             self.levels[host.name] = DesiredRole(host=host.name, role=change.role, epoch=host.epoch, cell=host.name)
-        if given.live_executions and serving and not any(host.role == "rollout" for host in self.hosts):
-            self.unserved += 1
 
 
 def published(version: int) -> WeightsPublished:
@@ -207,7 +207,7 @@ def world(hosts: int, phi: float, mu: int, batch: int, size: int, capacity: int,
     capacity=st.integers(1, 8),
     work=st.integers(1, 5),
     train=st.integers(1, 6),
-    switch=st.integers(0, 4),
+    switch=st.integers(0, 8),
     elastic=st.builds(
         Elastic,
         policy=st.sampled_from(["fine", "static"]),
@@ -219,6 +219,7 @@ def world(hosts: int, phi: float, mu: int, batch: int, size: int, capacity: int,
 @settings(max_examples=80, deadline=None)
 @example(1, 0.0, 1, 6, 2, 2, 2, 1, 1, Elastic())
 @example(2, 0.5, 2, 4, 2, 2, 2, 1, 1, Elastic())
+@example(2, 0.0, 2, 2, 2, 2, 2, 6, 6, Elastic(dwell_s=0.0))
 def test_every_run_comes_to_its_end(
     hosts: int, phi: float, mu: int, batch: int, size: int, capacity: int, work: int, train: int, switch: int,
     elastic: Elastic,

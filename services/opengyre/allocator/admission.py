@@ -24,8 +24,8 @@ from opengyre.proto.task import TaskAdmitted, TaskSpec
 def room(run: RunSpec, *, published: int, kept: int, unconsumed: int) -> int:
     """How many train groups may be admitted now.
 
-    `kept` are all train groups but those that were dropped unconsumed; `unconsumed` are live or ready. Both bounds
-    hold at the same time, because the consumption of a batch may be heard of before or after the version it made.
+    `kept` are all train groups but those that were dropped and were in no update; `unconsumed` are live or ready. Both
+    bounds hold at once, because the consumption of a batch may be heard of before or after the version it made.
     """
     if published < 0 or run.state != "active":
         return 0

@@ -20,6 +20,8 @@ from opengyre.proto.task import GroupConsumed, GroupScored
 
 LOST = "lost"
 """Reason of an execution of a group that was dropped for no reason of its own."""
+SKIPPED = "non_finite_gradient"
+"""Reason of groups whose update did not step: they were its batch, so nothing takes their place."""
 
 
 class LawBrokenError(Exception):
@@ -86,7 +88,7 @@ class Ledger:
         self.next_sequence = 0
         self.evaluated = 0
         self.replaceable = 0
-        """Train groups that were dropped before any update took them: others may be admitted in their place."""
+        """Train groups that were dropped and were in no update: others may be admitted in their place."""
         self.trainer_version = 0
         """The greatest version that a consumption implies."""
         for entry in entries:
@@ -126,7 +128,7 @@ class Ledger:
             (self._ready.add if by > 0 else self._ready.discard)(entry.group)
         if entry.state == "dropped":
             self._groups.dropped[entry.reason or LOST] += by
-            self.replaceable += by * (entry.consumed_version is None)
+            self.replaceable += by * (entry.reason != SKIPPED)
         else:
             self._groups.states[entry.state] += by
         for execution in entry.executions:
