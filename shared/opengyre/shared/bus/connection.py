@@ -214,13 +214,14 @@ class Bus:
 
     async def _ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], attempts: int = 8) -> Answer:
         """Repeat a question, which changes nothing, until the broker answers; raises `BusUnavailableError`."""
-        for attempt in range(attempts):
-            try:
+        for attempt in range(attempts - 1):
+            with contextlib.suppress(*_TRANSIENT):
                 return await promptly(question())
-            except _TRANSIENT as error:
-                failure = error
             await asyncio.sleep(_backoff(attempt))
-        raise BusUnavailableError(f"NATS at {self.url} did not answer in {attempts} attempts ({failure!r})")
+        try:
+            return await promptly(question())
+        except _TRANSIENT as error:
+            raise BusUnavailableError(f"NATS at {self.url} did not answer in {attempts} attempts") from error
 
     async def subjects(self, stream: str, subjects_filter: str) -> dict[str, int]:
         """Subject -> number of messages, of the subjects in `stream` that match."""
