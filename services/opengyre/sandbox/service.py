@@ -119,8 +119,9 @@ class SandboxService:
             await backend.stop()
             raise
         self._manager = manager
-        for sentence in backend.unenforced():
-            log.warning("sandbox: not enforced here: %s", sentence)
+        missing = backend.unenforced()
+        if missing:
+            log.warning("sandbox: not enforced here: %s", "; ".join(missing))
         return found
 
     def _endpoints(self) -> dict[str, Endpoint]:
