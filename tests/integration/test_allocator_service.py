@@ -329,3 +329,20 @@ async def test_negative_staleness_stops_the_service_with_a_sentence(stage: Stage
     await eventually(gone)
     assert process.returncode != 0
     assert "staleness of group r-g000000 is negative: admitted at version 3, consumed at version 2" in replicas.log()
+
+
+async def test_the_leader_lives_through_a_restart_of_the_broker(stage: Stage, replicas: Replicas, nats_server) -> None:
+    await stage.begin()
+    process = replicas.start()
+    await stage.publish(0)
+    await eventually(lambda: stage.admitted(DEPTH))
+    await asyncio.to_thread(nats_server.kill)
+    await asyncio.to_thread(nats_server.start)
+    for number in range(4):
+        await stage.score(f"r-g{number:06d}")
+        await stage.consume(f"r-g{number:06d}", number // 2)
+    await stage.publish(2)
+    await eventually(lambda: stage.admitted(DEPTH + 4), 30)
+    assert process.poll() is None
+    report = await stage.report()
+    assert (report.groups.dispatched, report.groups.trained, report.groups.balances) == (DEPTH + 4, 4, True)
