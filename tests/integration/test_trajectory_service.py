@@ -1,0 +1,202 @@
+"""The trajectory service against a real broker: each group once, whatever is killed, repeated or too large."""
+
+import asyncio
+import contextlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from opengyre.proto import subjects
+from opengyre.proto.base import tag_of
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.group import GroupReady, Member
+from opengyre.proto.run import Harness
+from opengyre.proto.task import Check, GroupScored, TaskSpec
+from opengyre.proto.traj import Call, Ended, Part, Started, TrajEvent, Verified, VersionSpan
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bus import Bus, consume, pulling, read
+from opengyre.shared.bus.topology import consumers
+from opengyre.shared.lifecycle import Context
+from opengyre.shared.settings import CacheSettings, Settings
+from opengyre.trajectory.replay import replay_groups
+from opengyre.trajectory.service import Trajectory
+from support import eventually
+
+RUN = "r"
+
+
+def logs(number: int, *values: float, tokens: int = 3, purpose: str = "train") -> list[list[TrajEvent]]:
+    """The logs of a group, one an execution."""
+    group = f"{RUN}-g{number:06d}"
+    members = tuple(f"{group}-e{member:02d}" for member in range(len(values)))
+    task = TaskSpec(task=f"t{number}", instruction="x", checks=(Check(name="a", command="true", weight=1),))
+    task = msgspec.structs.replace(task, purpose=purpose)
+    found: list[list[TrajEvent]] = []
+    for name, value in zip(members, values, strict=True):
+        dispatch = EpisodeDispatch(
+            run=RUN, group=group, execution=name, members=members, version=1, seed=1, task=task, harness=Harness(),
+            min_members=2,
+        )  # fmt: skip
+        ids = {"run": RUN, "group": group, "execution": name, "attempt": 0}
+        call = Call(
+            **ids, index=1, call="c", turn=0, request_digest="d", parent=None, prefix_tokens=0, prompt_ids=(1, 2),
+            sampled_ids=(3,) * tokens, logprobs=(-0.5,) * tokens, temperature=1.0, finish_reason="stop", text="x",
+            versions=(VersionSpan(version=1, start=0, end=tokens),), hosts=("h",),
+        )  # fmt: skip
+        found.append([
+            Started(**ids, index=0, dispatch=dispatch, replica="x"),
+            call,
+            Verified(**ids, index=2, parts=(Part(name="a", weight=1, value=value),)),
+            Ended(**ids, index=3, reason="done", turns=1, sampled_tokens=tokens, duration_s=1, members=members),
+        ])  # fmt: skip
+    return found
+
+
+async def record(bus: Bus, *events: TrajEvent) -> None:
+    for event in events:
+        name = tag_of(event).split(".")[1]
+        await bus.publish(subjects.traj(event.run, event.group, event.execution, name), event)
+
+
+async def ready(bus: Bus) -> list[GroupReady]:
+    """What is in the work queue; it is taken out."""
+    found: list[GroupReady] = []
+    async with pulling(bus, *subjects.TRAINER_GROUPS) as puller:
+        while (delivery := await puller.take(0.5)) is not None:
+            event = await delivery.event()
+            assert isinstance(event, GroupReady)
+            found.append(event)
+            await delivery.ack()
+    return found
+
+
+async def scored(bus: Bus) -> list[GroupScored]:
+    found = await read(bus, subjects.TASKS, subjects.task(RUN, "*", "scored"))
+    return [e for s in found if isinstance(e := s.event(), GroupScored)]
+
+
+@pytest.fixture
+async def blobs(tmp_path: Path) -> AsyncIterator[Blobs]:
+    async with Blobs(tmp_path / "state" / "blobs", CacheSettings()) as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service looks whether it is to stop after each wait for a message."""
+    monkeypatch.setattr(consume, "FETCH_S", 0.5)
+
+
+@contextlib.asynccontextmanager
+async def service(bus: Bus, blobs: Blobs, tmp_path: Path) -> AsyncIterator[Context]:
+    settings = Settings.model_validate({"state_dir": tmp_path / "state"})
+    context = Context("trajectory", "x0", settings, bus, blobs, "http://nowhere")
+    running = asyncio.create_task(Trajectory(context).run())
+    try:
+        yield context
+    finally:
+        context.stopping.set()
+        await asyncio.wait([running], timeout=15)
+    running.result()
+
+
+async def test_a_group_is_made_when_its_last_member_ends(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    async with service(bus, blobs, tmp_path) as context:
+        first, second = logs(1, 1.0, 0.0)
+        await record(bus, *first, *second[:-1])
+        await record(bus, *(event for log in logs(2, 1.0, purpose="evaluate") for event in log))
+
+        async def one() -> bool:
+            return len(await scored(bus)) == 1
+
+        await eventually(one, 30)
+        assert [event.outcome for event in await scored(bus)] == ["evaluated"]
+        await record(bus, second[-1])
+
+        async def two() -> bool:
+            return len(await scored(bus)) == 2
+
+        await eventually(two, 30)
+        assert context.gauges["groups_scored"] == 2
+    made = await ready(bus)
+    assert made == replay_groups([*first, *second])
+    assert [member.advantage for member in made[0].members] == [1, -1]
+
+
+async def test_members_that_are_too_large_travel_as_a_blob(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    events = [event for log in logs(1, 1.0, 0.0, tokens=30_000) for event in log]
+    async with service(bus, blobs, tmp_path):
+        await record(bus, *events)
+
+        async def one() -> bool:
+            return len(await scored(bus)) == 1
+
+        await eventually(one, 30)
+    (made,) = await ready(bus)
+    assert made.members == ()
+    assert made.blob is not None
+    members = msgspec.json.decode(await blobs.get(made.blob), type=tuple[Member, ...])
+    assert members == replay_groups(events)[0].members
+
+
+async def test_what_is_no_event_becomes_a_dead_letter_and_stops_nothing(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    await bus.publish_raw(subjects.traj(RUN, f"{RUN}-g1", "x", "ended"), b"{garbage", "x", "traj.ended.v1")
+    async with service(bus, blobs, tmp_path):
+        await record(bus, *(event for log in logs(1, 1.0, 0.0) for event in log))
+
+        async def both() -> bool:
+            return len(await scored(bus)) == 1 and len(await read(bus, subjects.DLQ, ">")) == 1
+
+        await eventually(both, 30)
+
+
+async def test_kill_9_at_any_time_makes_each_group_once(bus: Bus, nats_server, tmp_path: Path) -> None:
+    """Two replicas share the work; one after the other is killed while groups end."""
+    groups, rng = 60, random.Random(3)
+    # What a killed process held comes back after this.
+    config = next(config for stream, config in consumers() if stream == subjects.TRAJ)
+    await bus.js.add_consumer(subjects.TRAJ, config.evolve(ack_wait=2))
+    environment = {**os.environ, "GYRE_BUS__URL": nats_server.url, "GYRE_STATE_DIR": str(tmp_path / "state")}
+
+    def start() -> subprocess.Popen[bytes]:
+        with (tmp_path / "trajectory.log").open("ab") as out:
+            command = [sys.executable, "-m", "opengyre.trajectory"]
+            return subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=out, stderr=out)
+
+    replicas = [start(), start()]
+    everything: list[TrajEvent] = []
+    try:
+        for number in range(groups):
+            parts = logs(number, *(rng.random() for _ in range(3)))
+            await asyncio.gather(*(record(bus, *log) for log in parts))
+            everything += [event for log in parts for event in log]
+            if number % 20 == 10:
+
+                async def working(number: int = number) -> bool:
+                    return len(await scored(bus)) > number // 2
+
+                await eventually(working, 60)
+                victim = replicas.pop(0)
+                victim.kill()
+                victim.wait(10)
+                replicas.append(start())
+
+        async def all_scored() -> bool:
+            return len({event.group for event in await scored(bus)}) == groups
+
+        await eventually(all_scored, 60, 0.1)
+    finally:
+        for replica in replicas:
+            replica.terminate()
+        for replica in replicas:
+            replica.wait(30)
+    made = await ready(bus)
+    assert sorted(group.group for group in made) == sorted({group.group for group in made}), "each once"
+    assert sorted(made, key=lambda group: group.group) == replay_groups(everything)
+    assert len(await scored(bus)) == groups
