@@ -7,6 +7,7 @@ from prometheus_client import Counter, Gauge
 from opengyre.allocator.cells import Cell
 from opengyre.allocator.ledger import predicted
 from opengyre.allocator.progress import Progress
+from opengyre.proto.host import HostState
 from opengyre.shared.lifecycle import Context
 
 GROUPS = Gauge("gyre_groups", "Groups of the run that is led, by state", ["state"])
@@ -36,10 +37,10 @@ def show(context: Context, progress: Progress, cells: Mapping[str, Cell]) -> Non
     trained = ledger.distribution.total()
     MEASURED.set(sum(d * count for d, count in ledger.distribution.items()) / trained if trained else 0.0)
     BALANCED.set(groups.balances and executions.balances)
-    states: dict[str, int] = {}
+    states = {state.value: 0 for state in HostState} | {"lost": 0}
     for cell in cells.values():
         state = cell.state.value if cell.whole else "lost"
-        states[state] = states.get(state, 0) + 1
+        states[state] += 1
     for state, count in states.items():
         CELLS.labels(state).set(count)
     context.gauges |= {
