@@ -9,22 +9,20 @@ import msgspec
 import pytest
 
 from opengyre.gateway import examples, openapi
+from opengyre.gateway import tasks as tasks_module
 from opengyre.gateway.deps import LISTED
 from opengyre.proto import subjects
-from opengyre.proto.base import Event
 from opengyre.proto.decision import GroupEntry
 from opengyre.proto.dlq import DeadLetter
-from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.host import HostState, HostStatus
-from opengyre.proto.run import Harness, RunSpec
+from opengyre.proto.run import RunSpec
 from opengyre.proto.service import ServiceStatus, Wait
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
-from opengyre.proto.traj import Call, Ended, Part, Started, ToolResult, Verified, VersionSpan
 from opengyre.proto.update import Committed, UpdateStats
 from opengyre.proto.weights import Manifest, ShardFile, WeightsApplied, WeightsPublished, WeightsRefused
 from opengyre.shared.bus import Bucket, Bus, read
 from support import eventually
-from support.gateway_fakes import FakeAllocator, Running, gateway_on
+from support.gateway_fakes import FakeAllocator, Running, gateway_on, log_of
 
 RUN = examples.RUN_IN
 TASK = examples.TASK_IN
@@ -204,30 +202,8 @@ def scored(group: str, score: float) -> GroupScored:
 async def publish_execution(bus: Bus) -> None:
     """The log of one execution, its group in the ledger, and what became of it."""
     members = (EXECUTION, f"{GROUP}-e01")
-    spec = msgspec.convert(TASK, TaskSpec)
-    ids: dict[str, Any] = {"run": "demo", "group": GROUP, "execution": EXECUTION, "attempt": 0}
-    dispatch = EpisodeDispatch(
-        run="demo", group=GROUP, execution=EXECUTION, members=members, version=0, seed=1, task=spec,
-        harness=Harness(), min_members=2,
-    )  # fmt: skip
-    log: list[tuple[str, Event]] = [
-        ("started", Started(**ids, index=0, dispatch=dispatch, replica="r")),
-        ("call", Call(
-            **ids, index=1, call="c0", turn=0, request_digest="d", parent=None, prefix_tokens=0, prompt_ids=(1, 2, 3),
-            sampled_ids=(4, 5), logprobs=(-0.1, -0.2), versions=(VersionSpan(version=0, start=0, end=2),),
-            temperature=1.0, finish_reason="stop", text="echo hello", hosts=("host0",),
-        )),
-        ("tool", ToolResult(
-            **ids, index=2, turn=0, exec_id="x", command="echo hello", exit_code=0, output="hello", output_bytes=6,
-            timed_out=False,
-        )),
-        ("verified", Verified(**ids, index=3, parts=(Part(name="a", weight=0.25, value=1.0),))),
-        ("ended", Ended(
-            **ids, index=4, reason="done", turns=1, sampled_tokens=2, duration_s=0.5, members=members
-        )),
-    ]  # fmt: skip
-    for kind, event in log:
-        await bus.publish(subjects.traj("demo", GROUP, EXECUTION, kind), event)
+    for subject, event in log_of(EXECUTION, members, msgspec.convert(TASK, TaskSpec)):
+        await bus.publish(subject, event)
     entry = GroupEntry(
         run="demo", group=GROUP, task="write-000001", sequence=0, purpose="train", state="trained",
         executions=members, admitted_version=1, dispatched=True, consumed_version=3,
@@ -278,14 +254,15 @@ async def test_a_task_its_group_and_its_execution_can_be_read(gateway: Running, 
     assert "no execution" in await gateway.refused(404, "GET", "/v1/executions/demo-g000009-e00")
 
 
-async def test_a_listing_with_a_filter_that_little_matches_is_bounded_and_goes_on(gateway: Running) -> None:
+async def test_a_listing_with_a_filter_that_little_matches_is_bounded_and_goes_on(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks_module, "SCAN", 200)
     await gateway.given(201, "POST", "/v1/runs", RUN)
-    for first in range(0, 2400, 800):
-        tasks = [{**TASK, "task": f"t{number}"} for number in range(first, first + 800)]
-        await gateway.given(202, "POST", "/v1/tasks", {"tasks": tasks})
+    await gateway.given(202, "POST", "/v1/tasks", {"tasks": [{**TASK, "task": f"t{number}"} for number in range(250)]})
     page = await gateway.given(200, "GET", "/v1/tasks?state=done")
     assert page["tasks"] == []
-    assert page["next"] is not None
+    assert page["next"] == 200
     assert (await gateway.given(200, "GET", f"/v1/tasks?state=done&after={page['next']}"))["next"] is None
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 
 from opengyre.gateway.service import Gateway
+from opengyre.proto import subjects
+from opengyre.proto.base import Event
 from opengyre.proto.decision import (
     Book,
     CellReport,
@@ -18,7 +20,12 @@ from opengyre.proto.decision import (
     WishReply,
     WishRequest,
 )
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.ids import group_of, run_of
+from opengyre.proto.run import Harness
 from opengyre.proto.service import Empty
+from opengyre.proto.task import TaskSpec
+from opengyre.proto.traj import Call, Ended, Part, Started, ToolResult, Verified, VersionSpan
 from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bus, Endpoint, RpcFailedError, serving
 from opengyre.shared.http import listen, probe_routes, serving_http
@@ -123,3 +130,28 @@ class FakeAllocator:
         }
         async with serving(bus, "allocator", "any", endpoints):
             yield self
+
+
+def log_of(execution: str, members: tuple[str, ...], task: TaskSpec, value: float = 1.0) -> list[tuple[str, Event]]:
+    """Subject and event of each entry of a short log: one call, one command, a verdict."""
+    run, group = run_of(execution), group_of(execution)
+    ids: dict[str, Any] = {"run": run, "group": group, "execution": execution, "attempt": 0}
+    dispatch = EpisodeDispatch(
+        run=run, group=group, execution=execution, members=members, version=0, seed=1, task=task, harness=Harness(),
+        min_members=2,
+    )  # fmt: skip
+    log: list[tuple[str, Event]] = [
+        ("started", Started(**ids, index=0, dispatch=dispatch, replica="r")),
+        ("call", Call(
+            **ids, index=1, call="c0", turn=0, request_digest="d", parent=None, prefix_tokens=0, prompt_ids=(1, 2, 3),
+            sampled_ids=(4, 5), logprobs=(-0.1, -0.2), versions=(VersionSpan(version=0, start=0, end=2),),
+            temperature=1.0, finish_reason="stop", text="echo hello", hosts=("host0",),
+        )),
+        ("tool", ToolResult(
+            **ids, index=2, turn=0, exec_id="x", command="echo hello", exit_code=0, output="hello", output_bytes=6,
+            timed_out=False,
+        )),
+        ("verified", Verified(**ids, index=3, parts=(Part(name="a", weight=1.0, value=value),))),
+        ("ended", Ended(**ids, index=4, reason="done", turns=1, sampled_tokens=2, duration_s=0.5, members=members)),
+    ]  # fmt: skip
+    return [(subjects.traj(run, group, execution, kind), event) for kind, event in log]

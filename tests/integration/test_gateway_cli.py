@@ -1,0 +1,350 @@
+"""The verbs of `gyre` against a gateway and a NATS server that really run."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from opengyre.cli import stack as stacks
+from opengyre.cli import stream_read
+from opengyre.cli.main import app
+from opengyre.cli.recipe import read_recipe
+from opengyre.cli.stack import Stack, StackError
+from opengyre.cli.task_files import batches, load_tasks
+from opengyre.gateway import examples
+from opengyre.proto import codec, subjects
+from opengyre.proto.decision import Decision
+from opengyre.proto.dlq import DeadLetter
+from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.run import RunSpec
+from opengyre.proto.task import TaskSpec, TaskSubmitted
+from opengyre.proto.update import Committed, RunFinished, UpdateStats
+from opengyre.shared.bus import Bucket, Bus, read
+from support import eventually
+from support.gateway_fakes import FakeAllocator, Running, gateway_on, log_of
+
+KEY = "gyre_test"
+
+
+class Gyre:
+    """Runs verbs in a thread, so that the gateway in this loop can answer them."""
+
+    def __init__(self, running: Running, state: Path) -> None:
+        self.running = running
+        self.state = state
+
+    async def run(self, *arguments: str) -> Result:
+        words = [*arguments, "--state-dir", str(self.state)]
+        return await asyncio.to_thread(CliRunner().invoke, app, words)
+
+    async def shown(self, *arguments: str, code: int = 0) -> str:
+        result = await self.run(*arguments)
+        assert result.exit_code == code, (result.output, result.exception)
+        return result.stdout
+
+    async def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(await self.shown(*arguments, "--json", code=code))
+
+    async def lines(self, *arguments: str) -> list[Any]:
+        return [json.loads(line) for line in (await self.shown(*arguments, "--json")).splitlines()]
+
+    async def refused(self, *arguments: str) -> str:
+        result = await self.run(*arguments)
+        assert isinstance(result.exception, StackError), (result.output, result.exception)
+        return str(result.exception)
+
+
+@pytest.fixture
+async def gyre(bus: Bus, tmp_path: Path) -> AsyncIterator[Gyre]:
+    state = tmp_path / "state"
+    state.mkdir()
+    async with gateway_on(bus, tmp_path, api_keys=(KEY,)) as running:
+        running.client.headers["X-API-Key"] = KEY
+        stack = Stack(nats=bus.url, valkey=None, gateway=running.url, api_key=KEY, state_dir=str(state))
+        stacks.write(state, stack)
+        yield Gyre(running, state)
+
+
+async def run_there(gyre: Gyre) -> None:
+    await gyre.running.given(201, "POST", "/v1/runs", examples.RUN_IN)
+    await eventually(lambda: "demo" in gyre.running.gateway.deps.run_view.values)
+
+
+TOML = """\
+task = "from-toml"
+instruction = "write hello into a"
+[files]
+"b/c.txt" = "x"
+[[checks]]
+name = "there"
+command = "[ -f a ]"
+weight = 1.0
+"""
+
+
+def write_tasks(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "a.toml").write_text(TOML)
+    (folder / "b.json").write_text(json.dumps([{**examples.TASK_IN, "task": "from-json"}]))
+    lines = [json.dumps({**examples.TASK_IN, "task": f"line-{number}"}) for number in range(3)]
+    (folder / "c.jsonl").write_text("\n".join(lines) + "\n\n")
+    (folder / "notes.md").write_text("no task")
+
+
+async def test_a_directory_of_tasks_is_submitted_in_order_and_read_again(gyre: Gyre, tmp_path: Path) -> None:
+    write_tasks(tmp_path / "tasks")
+    await run_there(gyre)
+    reply = await gyre.json("task", "submit", str(tmp_path / "tasks"), "--run", "demo")
+    names = ["from-toml", "from-json", "line-0", "line-1", "line-2"]
+    assert [task["task"] for task in reply["tasks"]] == names
+    assert "5 tasks are in run demo" in await gyre.shown("task", "submit", str(tmp_path / "tasks"))
+    assert [task["task"] for task in (await gyre.json("task", "ls"))["tasks"]] == names
+    assert "from-toml" in await gyre.shown("task", "ls", "--state", "submitted")
+    assert "[ -f a ]" in await gyre.shown("task", "show", "from-toml")
+    assert (await gyre.json("task", "show", "line-1", "--run", "demo"))["spec"]["task"] == "line-1"
+    assert "no task nope in run demo" in await gyre.refused("task", "show", "nope")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.toml", TOML.replace("1.0", "0.5"), r"a\.toml: checks have weights that sum to 0\.5"),
+        ("a.toml", TOML.replace("weight", "wieght"), r"a\.toml: unknown field checks\.0\.wieght; allowed here: name"),
+        ("a.toml", "task = ", r"a\.toml is not valid TOML"),
+        ("a.json", '{"task": 1}', r"a\.json: Expected `str`, got `int`"),
+        ("a.jsonl", f"{json.dumps(examples.TASK_IN)}\n{{", r"a\.jsonl: line 2 is not valid JSON"),
+        ("a.jsonl", f"{json.dumps(examples.TASK_IN)}\n" * 2, r"line 2: task 'write-000001' is in .*line 1 already"),
+        ("a.json", "[]", "holds no tasks"),
+        ("a.json", "3", "a task is an object with the fields task, instruction"),
+        ("a.txt", "", r"is no task file; allowed are \.toml"),
+    ],
+)
+def test_a_bad_task_file_is_one_sentence_that_names_file_and_field(
+    tmp_path: Path, name: str, text: str, sentence: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(StackError, match=sentence):
+        load_tasks(tmp_path / name)
+
+
+def test_batches_keep_the_order_and_their_bounds() -> None:
+    tasks = [TaskSpec(task=f"t{number}", instruction="x" * 3000) for number in range(1200)]
+    cut = list(batches(tasks))
+    assert [task for batch in cut for task in batch] == tasks
+    assert max(len(batch) for batch in cut) <= 500
+    assert max(len(msgspec.json.encode(batch)) for batch in cut) < (2 << 20) + 10_000
+
+
+async def test_hosts_wishes_staleness_and_status(gyre: Gyre, bus: Bus) -> None:
+    await run_there(gyre)
+    status = HostStatus(
+        host="host0", cell="host0", boot="b", state=HostState.ROLLOUT, epoch=1, url="http://x", engine="tiny"
+    )
+    await Bucket(bus, subjects.KV_HOSTS, HostStatus).put("host0", status, ttl_s=60)
+    await eventually(lambda: "host0" in gyre.running.gateway.deps.host_view.values)
+    async with FakeAllocator("demo").answering(bus) as allocator:
+        assert "host0" in await gyre.shown("hosts")
+        for wish in ("drain", "resume", "cordon"):
+            assert (await gyre.json(wish, "host0"))["wish"] == wish
+        assert [one.wish for one in allocator.wishes] == ["drain", "resume", "cordon"]
+        assert "there is no cell c9" in await gyre.refused("drain", "c9")
+        assert "cell 'a/b' is not allowed" in await gyre.refused("drain", "a/b")
+        assert (await gyre.json("staleness", "demo"))["predicted"] == 1.0
+        assert "predicted 1.00, measured 1.10" in await gyre.shown("staleness")
+        assert "there is no run nope; there are: demo" in await gyre.refused("staleness", "nope")
+        assert "rollout is missing" in await gyre.shown("status", code=1)
+        assert (await gyre.json("status", code=1))["run"]["spec"]["run"] == "demo"
+
+
+async def test_without_a_stack_or_a_gateway_one_sentence_says_so(gyre: Gyre, tmp_path: Path) -> None:
+    empty = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--state-dir", str(tmp_path / "none")])
+    assert "there is no stack in" in str(empty.exception)
+    assert "does not answer" in await gyre.refused("status", "--gateway", "http://127.0.0.1:9")
+    assert "allowed is a URL" in await gyre.refused("status", "--gateway", "nonsense")
+    assert "API key" in await gyre.refused("status", "--gateway", gyre.running.url, "--api-key", "wrong")
+    words = [sys.executable, "-m", "opengyre.cli", "status", "--state-dir", str(tmp_path / "none")]
+    done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("gyre: there is no stack in")
+    assert done.stderr.count("\n") == 1
+
+
+def write_recipe(folder: Path, tasks: str = 'generator = "shelltasks"\ncount = 6\nseed = 3') -> Path:
+    (folder / "model").mkdir(exist_ok=True)
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        f'[run]\nrun = "shell"\nmodel = "model"\nupdates = 2\n[run.dispatch]\nbatch_groups = 2\n[tasks]\n{tasks}\n'
+    )
+    return recipe
+
+
+async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    facts = await gyre.json("run", str(recipe), "--dry-run")
+    assert (facts["tasks"], facts["groups"], facts["groups_needed"]) == (6, 6, 4)
+    assert facts["run"]["model"] == str(tmp_path / "model")
+    assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "a dry run starts nothing"
+
+    following = asyncio.create_task(gyre.lines("run", str(recipe)))
+    runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
+
+    async def submitted() -> bool:
+        return len(await bus.subjects(subjects.TASKS, subjects.task("shell", "*", "submitted"))) == 6
+
+    await eventually(submitted)
+    for update in (1, 2):
+        event = Committed(
+            run="shell", update=update, attempt="a", version=update, published=True, groups=(), executions=(),
+            staleness=(1,), score=update / 2, gradient_norm=1.0, stats=UpdateStats(),
+        )  # fmt: skip
+        await bus.publish(subjects.update("shell", "committed"), event)
+    found = await runs.get("shell")
+    assert found is not None
+    await runs.update("shell", msgspec.structs.replace(found[0], state="finished"), found[1])
+    async with asyncio.timeout(20):
+        updates = await following
+    assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
+
+
+async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: Path) -> None:
+    report = await gyre.json("run", str(write_recipe(tmp_path)), "--no-follow")
+    assert (report["spec"]["run"], report["spec"]["state"]) == ("shell", "active")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("[tasks]", "[task]"), "unknown table task; allowed: run, tasks"),
+        (("updates", "update"), r"unknown field run\.update; allowed here: run, model"),
+        (("batch_groups", "groups"), r"unknown field run\.dispatch\.groups; allowed here: phi"),
+        (("updates = 2", "updates = 0"), "updates is 0; allowed are values from 1"),
+        (('"model"', '"absent"'), r"run\.model is 'absent' and .* is no directory"),
+        (('generator = "shelltasks"', ""), "either path or generator"),
+        (("count = 6", "count = 0"), r"tasks\.count is 0; allowed"),
+        (("[run]", "[run"), "is not valid TOML"),
+    ],
+)
+def test_a_bad_recipe_is_one_sentence(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text().replace(*change, 1))
+    with pytest.raises(StackError, match=sentence):
+        read_recipe(recipe)
+
+
+async def publish_tasks(bus: Bus, run: str, many: int) -> None:
+    for number in range(many):
+        spec = TaskSpec(task=f"t{number}", instruction="x")
+        event = TaskSubmitted(run=run, task=spec.task, spec=spec)
+        await bus.publish(subjects.task(run, spec.task, "submitted"), event)
+
+
+async def test_streams_are_listed_and_viewed(gyre: Gyre, bus: Bus) -> None:
+    await publish_tasks(bus, "demo", 5)
+    await publish_tasks(bus, "other", 2)
+    facts = {row["stream"]: row for row in await gyre.json("stream", "ls")}
+    assert facts["TASKS"]["messages"] == 7
+    assert "TASKS" in await gyre.shown("stream", "ls")
+    rows = await gyre.lines("stream", "view", "tasks", "--run", "other")
+    assert [(row["sequence"], row["event"]["run"]) for row in rows] == [(6, "other"), (7, "other")]
+    rows = await gyre.lines("stream", "view", "TASKS", "--start", "3", "--limit", "2")
+    assert [row["sequence"] for row in rows] == [3, 4]
+    assert len(await gyre.lines("stream", "view", "TASKS", "--since", "1h")) == 7
+    assert await gyre.lines("stream", "view", "TASKS", "--since", "2100-01-01") == []
+    text = await gyre.shown("stream", "view", "TASKS", "--limit", "1")
+    assert "task.demo.t0.submitted task.submitted.v1" in text
+    assert "there is no stream NOPE; there are" in await gyre.refused("stream", "view", "NOPE")
+
+
+async def test_a_work_queue_is_looked_at_without_taking_from_it(gyre: Gyre, bus: Bus) -> None:
+    for number in range(3):
+        await bus.publish_raw(subjects.episode_dispatch("demo"), b'{"type":"x","group":"g"}', f"m{number}", "x")
+    assert [row["sequence"] for row in await gyre.lines("stream", "view", "EPISODES")] == [1, 2, 3]
+    assert await gyre.lines("stream", "view", "EPISODES", "--since", "2100-01-01") == []
+    assert (await bus.stream_info(subjects.EPISODES)).state.messages == 3
+
+
+@pytest.mark.parametrize("stream", ["TASKS", "EPISODES"])
+async def test_tail_shows_what_comes(gyre: Gyre, bus: Bus, stream: str) -> None:
+    subject = {"TASKS": "gyre.v1.task.demo.x.y", "EPISODES": subjects.episode_dispatch("demo")}[stream]
+    await bus.publish_raw(subject, b"{}", "before", "x")
+    tail = asyncio.create_task(gyre.lines("stream", "tail", stream, "--limit", "1"))
+    number = 0
+    while not tail.done():  # a tail that is not there yet shows nothing of what came before it
+        number += 1
+        await bus.publish_raw(subject, msgspec.json.encode({"number": number}), f"m{number}", "x")
+        await asyncio.wait([tail], timeout=0.2)
+    (row,) = await tail
+    assert row["event"]["number"] >= 1
+
+
+async def test_a_replay_into_a_file_holds_every_message_as_it_was(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
+    await publish_tasks(bus, "demo", 600)
+    out = tmp_path / "tasks.jsonl"
+    result = await gyre.run("stream", "replay", "TASKS", "--run", "demo", "--out", str(out))
+    assert result.exit_code == 0
+    assert "600 messages of TASKS were replayed" in result.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    stored = await read(bus, subjects.TASKS, "gyre.v1.task.>")
+    assert [row["event"] for row in rows] == [msgspec.json.decode(message.payload) for message in stored]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".tasks")], "no temporary file stays"
+    assert "cannot be written" in await gyre.refused("stream", "replay", "TASKS", "--out", str(tmp_path / "no" / "x"))
+
+
+async def test_a_replay_into_a_fresh_processor_gives_the_same_groups_each_time(gyre: Gyre, bus: Bus) -> None:
+    members = ("demo-g000000-e00", "demo-g000000-e01")
+    for number, name in enumerate(members):
+        for subject, event in log_of(name, members, msgspec.convert(examples.TASK_IN, TaskSpec), float(number)):
+            await bus.publish(subject, event)
+    words = ("stream", "replay", "TRAJ", "--run", "demo", "--into", "processor")
+    first, second = await gyre.shown(*words), await gyre.shown(*words)
+    assert first == second
+    groups = [codec.decode(line.encode()) for line in first.splitlines()]
+    assert [group.group for group in groups] == ["demo-g000000"]  # type: ignore[attr-defined]
+
+
+async def test_options_that_mean_nothing_are_refused(gyre: Gyre, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_read, "CONNECT_S", 0.5)
+    assert "one of the two" in await gyre.refused("stream", "replay", "--original", "--speed", "2")
+    assert "one of the two" in await gyre.refused("stream", "replay", "--out", "x", "--into", "processor")
+    assert "reads the stream TRAJ, not TASKS" in await gyre.refused("stream", "replay", "TASKS", "--into", "processor")
+    assert "does not answer" in await gyre.refused("stream", "ls", "--nats", "nats://127.0.0.1:9")
+
+
+def letter(number: int, payload: str) -> DeadLetter:
+    return DeadLetter(
+        origin_stream="UPDATES", consumer="c", origin_subject=subjects.update("demo", "finished"),
+        origin_sequence=1000 + number, deliveries=5, error="[failed]", payload=payload,
+    )  # fmt: skip
+
+
+async def test_dead_letters_are_listed_shown_sent_again_and_dropped(gyre: Gyre, bus: Bus) -> None:
+    good = codec.encode(RunFinished(run="demo", update=1, version=1)).decode()
+    for number, payload in enumerate((good, "no event", good)):
+        await bus.publish(subjects.dlq("UPDATES", "c"), letter(number, payload))
+    assert [one["sequence"] for one in await gyre.json("stream", "dlq", "ls")] == [1, 2, 3]
+    assert await gyre.json("stream", "dlq", "ls", "--stream", "TRAJ") == []
+    assert "[failed]" in await gyre.shown("stream", "dlq", "ls")
+    assert "payload: no event" in await gyre.shown("stream", "dlq", "show", "2")
+    assert (await gyre.json("stream", "dlq", "requeue", "1"))["sequence"] == 1
+    (stored,) = await read(bus, subjects.UPDATES, "gyre.v1.update.>")
+    assert stored.event() == RunFinished(run="demo", update=1, version=1)
+    assert "there is no dead letter 1" in await gyre.refused("stream", "dlq", "requeue", "1")
+    assert "cannot be sent again" in await gyre.refused("stream", "dlq", "requeue", "2")
+    assert (await gyre.json("stream", "dlq", "drop", "2"))["dropped"] is True
+    assert [one["sequence"] for one in await gyre.json("stream", "dlq", "ls")] == [3]
+
+
+async def test_a_selection_by_group_looks_into_the_payload(gyre: Gyre, bus: Bus) -> None:
+    for number, admitted in enumerate((("demo-g000000",), ("demo-g000001",))):
+        event = Decision(run="demo", decision=f"1-{number}", kind="admission", admitted=admitted)
+        await bus.publish(subjects.decision("demo"), event)
+    assert len(await gyre.lines("stream", "view", "DECISIONS", "--run", "demo")) == 2
+    assert await gyre.lines("stream", "view", "DECISIONS", "--group", "demo-g000000") == []
