@@ -48,7 +48,7 @@ class World:
     now: int = 0
     version: int = 0
     unserved: int = 0
-    """How often the last cell that served left live episodes."""
+    """How often the last cell that served was sent away from live episodes."""
     todo: dict[str, int] = field(default_factory=dict)
     leased: set[str] = field(default_factory=set)
     handed: set[str] = field(default_factory=set)
@@ -102,8 +102,6 @@ class World:
         host.left = max(0, host.left - 1)
         before = host.state
         if host.state is S.ROLLOUT and host.role == "train":
-            others = any(other.state is S.ROLLOUT for other in self.hosts if other is not host)
-            self.unserved += bool(self.todo) and not others
             host.state, host.left = S.DRAINING, host.switch
         elif host.state is S.DRAINING and host.left == 0:
             host.state = S.TRAIN
@@ -171,11 +169,15 @@ class World:
     def command(self) -> None:
         cells = gather({host.name: host.heard for host in self.hosts if host.heard}, self.levels)
         given = self.progress.policy_input(self.clocks.views(cells, self.now * TICK_S))
-        for change in decide(given):
+        changes = decide(given)
+        for change in changes:
             host = next(host for host in self.hosts if host.name == change.cell)
             host.epoch += 1
             host.role = change.role
             self.levels[host.name] = DesiredRole(host=host.name, role=change.role, epoch=host.epoch, cell=host.name)
+        left = any(host.state is S.ROLLOUT and host.role == "rollout" for host in self.hosts)
+        if given.live_executions and not left and any(change.role == "train" for change in changes):
+            self.unserved += 1
 
 
 def published(version: int) -> WeightsPublished:
