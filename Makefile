@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check format lint types install schemas clean
@@ -15,10 +17,10 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: install
-	$(BIN)/gyre demo --headless
+	$(BIN)/gyre demo $(DEMO_ARGS)
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: install format lint types test
 
