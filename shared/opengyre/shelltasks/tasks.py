@@ -50,10 +50,13 @@ class Plan:
 
 
 def _invented(rng: random.Random, count: int) -> list[str]:
-    different: dict[str, None] = {}
-    while len(different) < count:
-        different[words.invent(rng)] = None
-    return list(different)
+    """Invented words, none a part of another: `grep` must find one word in one file only."""
+    chosen: list[str] = []
+    while len(chosen) < count:
+        word = words.invent(rng)
+        if not any(word in other or other in word for other in chosen):
+            chosen.append(word)
+    return chosen
 
 
 def plan(split: Split, index: int, seed: int) -> Plan:
