@@ -11,11 +11,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, bootstrap
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A law holds or not; how long an example takes on a shared machine says nothing about it.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 
 class Process:

@@ -69,7 +69,7 @@ def test_tasks_differ() -> None:
     assert generate("train", 3, 1).instruction != generate("train", 3, 2).instruction
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(splits, numbers, numbers)
 def test_the_sought_word_is_in_one_file_only(split, index: int, seed: int) -> None:
     task = plan(split, index - index % 5 + 3, seed)
