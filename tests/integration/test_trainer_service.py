@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -95,7 +96,9 @@ class Cell:
 
     async def hand_over(self, *, leaving: bool = False, times: int = 1) -> HandOverReply:
         tensors = {name: torch.full(p.shape, self.total) for name, p in TinyModel(CONFIG).named_parameters()}
-        stats = UpdateStats(tokens=4 * len(self.held), loss=self.total)
+        # A figure that is not finite has no place in JSON.
+        loss = self.total if math.isfinite(self.total) else 0.0
+        stats = UpdateStats(tokens=4 * len(self.held), loss=loss)
         request = HandOver(
             host=self.host, boot=self.boot, update=self.held[0].update, attempt=self.held[0].attempt,
             contribution=f"{self.boot}-{self.handed}", groups=tuple(item.group.group for item in self.held),
@@ -180,7 +183,7 @@ async def events(bus: Bus, stream: str, subject: str) -> list:
     return [stored.event() for stored in await read(bus, stream, subject)]
 
 
-async def until(condition: Callable) -> None:
+async def until(condition: Callable[[], Any]) -> None:
     await eventually(condition, timeout_s=30)
 
 
@@ -254,6 +257,101 @@ async def test_a_run_from_its_model_to_its_end(bus: Bus, blobs: Blobs, model: Pa
     assert (Path(weights[-1].manifest.directory) / "tokenizer.json").read_text() == "{}"
     assert (await bus.stream_info(subjects.GROUPS)).state.messages == 0
     assert not [path for path in (tmp_path / "state" / "blobs").rglob("*") if path.is_file()], "gradients are forgotten"
+
+
+async def test_a_cell_that_falls_silent_and_comes_back_late(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path
+) -> None:
+    await start_run(bus, model, updates=1)
+    await offer(bus, ready(0), ready(1))
+    slow, quick = Cell(bus, blobs, "h0"), Cell(bus, blobs, "h1")
+    async with trainer(bus, blobs, tmp_path, "t0", cell_timeout_s=0.5):
+
+        async def given() -> bool:
+            reply = await slow.pull()
+            if reply.item is not None:
+                slow.add(reply.item)
+            return reply.item is not None
+
+        await until(given)
+        training = asyncio.create_task(quick.train())
+
+        async def left() -> bool:
+            return bool(await events(bus, subjects.UPDATES, subjects.update(RUN, "left")))
+
+        await until(left)
+        late = await slow.hand_over()
+        assert not late.accepted
+        await until(at(bus, 1))
+        training.cancel()
+    await check_exactly_once(bus, B, 1)
+    assert quick.seen == {"r-g000000": 1, "r-g000001": 1}
+
+
+async def test_a_gradient_that_is_not_finite_skips_the_update_and_names_the_groups(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path
+) -> None:
+    await start_run(bus, model, updates=2)
+    await offer(bus, *(ready(n) for n in range(4)))
+    cell = Cell(bus, blobs, "h0", gradient=lambda item: math.nan if item.update == 1 else 0.5)
+    async with trainer(bus, blobs, tmp_path, "t0"):
+        training = asyncio.create_task(cell.train())
+        await until(at(bus, 2))
+        training.cancel()
+    first, second = await committed(bus)
+    assert first.skipped is not None
+    assert first.skipped.endswith("r-g000000, r-g000001")
+    assert second.skipped is None
+    consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
+    outcomes = {c.group: (c.outcome, c.reason) for c in consumed}
+    assert outcomes["r-g000001"] == ("dropped", "non_finite_gradient")
+    assert outcomes["r-g000002"] == ("trained", None)
+
+
+async def test_a_group_that_cannot_be_trained_leaves_and_stops_nothing(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path
+) -> None:
+    await start_run(bus, model, updates=1)
+    whole = msgspec.json.encode(ready(3).members)
+    await offer(
+        bus,
+        ready(0, members=()),
+        ready(1, members=(), blob=f"sha256:{'0' * 64}"),
+        ready(2),
+        ready(3, members=(), blob=await blobs.put(whole)),
+    )
+    cell = Cell(bus, blobs, "h0")
+    async with trainer(bus, blobs, tmp_path, "t0"):
+        training = asyncio.create_task(cell.train())
+        await until(at(bus, 1))
+        training.cancel()
+    (done,) = await committed(bus)
+    assert done.groups == ("r-g000002", "r-g000003")
+    consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
+    dropped = {c.group for c in consumed if (c.outcome, c.reason) == ("dropped", "invalid_group")}
+    assert dropped == {"r-g000000", "r-g000001"}
+    letters = [letter.error for letter in await events(bus, subjects.DLQ, ">")]
+    assert "no members" in letters[0]
+    assert "there is no blob" in letters[1]
+
+
+async def test_negative_staleness_is_fatal(bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, caplog) -> None:
+    await start_run(bus, model)
+    await offer(bus, ready(0, version=5))
+    settings = Settings.model_validate({"state_dir": tmp_path / "state"})
+    context = Context("trainer", "t0", settings, bus, blobs, "http://nowhere")
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.timeout(30):
+            await Trainer(context).run()
+    assert "group r-g000000 was admitted at version 5, but the trainer's checkpoints end at 0" in caplog.text
+
+
+async def test_a_model_that_is_not_there_is_waited_for_by_name(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    await start_run(bus, tmp_path / "nowhere")
+    async with trainer(bus, blobs, tmp_path, "t0") as context:
+        await until(lambda: any("nowhere" in wait.what for wait in context.waits.report()))
+        assert context.missing is not None
+        assert "is no directory" in context.missing
 
 
 class CrashError(Exception):
@@ -375,7 +473,7 @@ async def test_kill_9_of_the_process_that_leads(
     bus: Bus, blobs: Blobs, nats_server, model: Path, tmp_path: Path
 ) -> None:
     """Two replicas; the leader is killed when a contribution, and then a commit, is seen; cells are no better."""
-    updates, rng = 16, random.Random(5)
+    updates, rng = 12, random.Random(5)
     # What a killed process held comes back after this; three missed beats of a live one are not what is tested here.
     config = next(config for stream, config in consumers() if stream == subjects.GROUPS)
     await bus.js.add_consumer(subjects.GROUPS, config.evolve(ack_wait=1))
@@ -396,7 +494,7 @@ async def test_kill_9_of_the_process_that_leads(
                     if isinstance(event, RunFinished):
                         break
                     wanted = (Contributed, Committed)[kills % 2]
-                    if isinstance(event, wanted) and kills < 4 and event.update > 3 * kills:
+                    if isinstance(event, wanted) and kills < 3 and event.update > 3 * kills:
                         await asyncio.sleep(rng.random() * 0.03)
                         found = await leases.get("leader.trainer")
                         if found is None:
@@ -409,5 +507,5 @@ async def test_kill_9_of_the_process_that_leads(
             await asyncio.gather(*training)
     finally:
         trainers.stop()
-    assert kills == 4, trainers
+    assert kills == 3
     await check_exactly_once(bus, updates * B, updates)
