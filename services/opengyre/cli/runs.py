@@ -58,19 +58,21 @@ def run(
     body = msgspec.to_builtins(plan.run)
     del body["state"]
     api.patiently("POST", "/v1/runs", body, PATIENCE_S)
-    send(api, list(plan.tasks), plan.run.run)
-    if (lack := lacking(plan)) is not None:
-        errors.print(lack)
-    if not follow:
-        if json:
-            show_json(api.get(f"/v1/runs/{plan.run.run}"))
-        else:
-            console.print(f"run [bold]{plan.run.run}[/] goes on; `gyre status` shows it")
-        return
     try:
-        _follow(api, plan.run.run, json)
+        send(api, list(plan.tasks), plan.run.run)
+        if (lack := lacking(plan)) is not None:
+            errors.print(lack)
+        if follow:
+            _follow(api, plan.run.run, json)
+            return
     except KeyboardInterrupt:
-        errors.print(f"run {plan.run.run} goes on; `gyre run` with the same recipe follows it again")
+        again = "`gyre run` with the same recipe follows it again and submits what is missing"
+        errors.print(f"run {plan.run.run} goes on; {again}")
+        return
+    if json:
+        show_json(api.get(f"/v1/runs/{plan.run.run}"))
+    else:
+        console.print(f"run [bold]{plan.run.run}[/] goes on; `gyre status` shows it")
 
 
 def lacking(plan: Plan) -> str | None:
