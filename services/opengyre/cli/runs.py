@@ -9,6 +9,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from opengyre.cli import hosts, staleness
 from opengyre.cli.client import (
@@ -158,7 +159,7 @@ class Followed:
         if report is not None:
             parts.append(staleness.books(report))
         waits = self.status.get("waits") or []
-        parts += [f"{wait['service']} waits for {wait['what']} ({wait['since_s']:.0f} s)" for wait in waits[:5]]
+        parts += [Text(f"{wait['service']} waits for {wait['what']} ({wait['since_s']:.0f} s)") for wait in waits[:5]]
         return Group(*parts)
 
 
