@@ -479,6 +479,7 @@ class Trainers:
             process.wait(30)
 
 
+@pytest.mark.slow
 async def test_kill_9_of_the_process_that_leads(
     bus: Bus, blobs: Blobs, nats_server, model: Path, tmp_path: Path
 ) -> None:
