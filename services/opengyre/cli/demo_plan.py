@@ -39,8 +39,9 @@ def run_spec(options: DemoOptions, run: str, model: Path) -> RunSpec:
         updates=options.updates,
         seed=options.seed,
         dispatch=Dispatch(phi=0.5, mu=2, batch_groups=8, group_size=8, min_members=2),
-        harness=Harness(),
-        optimization=Optimization(),
+        harness=Harness(max_tokens=32),
+        # Above this rate a policy of this size, trained one version behind, does not learn.
+        optimization=Optimization(learning_rate=2e-4),
         elastic=Elastic(),
     )
 
