@@ -9,7 +9,6 @@ from opengyre.shelltasks.demonstrate import demonstrations
 from opengyre.shelltasks.warmstart import train_tokenizer
 from opengyre.tiny import template
 from opengyre.tiny.template import TemplateError
-from opengyre.tiny.tokenizer import TOKENIZER_FILE, TinyTokenizer
 
 pytestmark = pytest.mark.torch
 
@@ -49,14 +48,6 @@ def test_training_is_deterministic_and_small() -> None:
     again = train_tokenizer(demonstrations(400, seed=1))
     assert again.files() == TOKENIZER.files()
     assert TOKENIZER.vocab_size <= 512
-
-
-def test_a_saved_tokenizer_is_the_same(tmp_path) -> None:
-    TOKENIZER.save(tmp_path)
-    assert TinyTokenizer.load(tmp_path).files() == TOKENIZER.files()
-    (tmp_path / TOKENIZER_FILE).unlink()
-    with pytest.raises(ValueError, match=TOKENIZER_FILE):
-        TinyTokenizer.load(tmp_path)
 
 
 def test_the_jinja_template_says_the_same() -> None:

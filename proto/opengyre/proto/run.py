@@ -42,7 +42,7 @@ class Harness(Record, frozen=True, kw_only=True):
 class Optimization(Record, frozen=True, kw_only=True):
     """The trainer's arithmetic (design section 7)."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-4
     weight_decay: float = 0.0
     clip_low: float = 0.8
     """Lower bound of the probability ratio."""

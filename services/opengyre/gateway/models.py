@@ -144,7 +144,7 @@ class HarnessIn(Input):
 class OptimizationIn(Input):
     """The trainer's arithmetic."""
 
-    learning_rate: float = Field(default=1e-3, ge=0, le=1)
+    learning_rate: float = Field(default=2e-4, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     clip_low: float = Field(default=0.8, ge=0, le=1)
     clip_high: float = Field(default=1.28, ge=1, le=100)
