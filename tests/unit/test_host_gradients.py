@@ -1,5 +1,6 @@
 """What is trained of a group, and its figures."""
 
+import msgspec
 import pytest
 
 from opengyre.host.gradients import Accumulator, figures, items_of, plus
@@ -57,3 +58,9 @@ def test_an_accumulator_takes_only_its_own_attempt() -> None:
     assert held.belongs(item(2, "a"))
     assert not held.belongs(item(2, "b"))
     assert not held.belongs(item(3, "a"))
+
+
+def test_figures_survive_json_where_a_loss_was_not_finite() -> None:
+    stats = figures([member(1.0, 2)], GradientStats(tokens=2, loss=float("nan"), kl_sum=float("inf")))
+    assert msgspec.json.decode(msgspec.json.encode(stats), type=UpdateStats) == stats
+    assert stats.tokens == 2

@@ -4,6 +4,7 @@ Invariants: everything in an accumulator belongs to one attempt of one update, a
 once; a group whose gradient failed left nothing in it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,20 +36,28 @@ def items_of(members: Sequence[Member], execution_weight: float) -> list[Item]:
 
 
 def figures(members: Sequence[Member], found: GradientStats) -> UpdateStats:
-    """The figures of one group; token sums are over tokens of members with an advantage."""
+    """The figures of one group; token sums are over tokens of members with an advantage.
+
+    A sum that is not finite is given as 0: JSON has no such numbers. What is wrong shows in the gradient, which the
+    trainer checks and refuses by the group's name.
+    """
     return UpdateStats(
         executions=len(members),
         tokens=found.tokens,
         path_tokens=sum(member.path_tokens for member in members),
-        loss=found.loss,
+        loss=_finite(found.loss),
         clipped_tokens=found.clipped_tokens,
-        kl_sum=found.kl_sum,
-        entropy_sum=found.entropy_sum,
-        logprob_gap_sum=found.logprob_gap_sum,
+        kl_sum=_finite(found.kl_sum),
+        entropy_sum=_finite(found.entropy_sum),
+        logprob_gap_sum=_finite(found.logprob_gap_sum),
         logprob_gap_tokens=found.logprob_gap_tokens,
         score_sum=sum(member.score for member in members),
         zero_variance_groups=int(all(member.advantage == 0 for member in members)),
     )
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
