@@ -84,6 +84,7 @@ async def test_kill_9_and_a_stop_lose_no_turn(stack: Stack) -> None:
                 await asyncio.sleep(0.1)
             await eventually(lambda: host.calls and len(stack.sandboxes.ran) > 3 + 2)
             one.kill()
+        stack.sandboxes.delay_s = 8.0  # so that episodes are still under way when the third has started
         with process(stack, "two") as two:
             await ready(stack, two)
 
@@ -95,6 +96,7 @@ async def test_kill_9_and_a_stop_lose_no_turn(stack: Stack) -> None:
             with process(stack, "three") as three:
                 await ready(stack, three)
                 two.send_signal(signal.SIGTERM)
+                stack.sandboxes.delay_s = 0.05
                 await eventually(stack.drained, 25)
                 assert await asyncio.to_thread(two.wait, 15) == 0
     expected = story(await stack.log(reference))

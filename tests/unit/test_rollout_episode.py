@@ -85,6 +85,7 @@ ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
         Suspended: (Phase.SUSPENDED, ()),
         Resumed: (Phase.ACTING, ()),
         TakenOver: (Phase.ACTING, (Effect.RUN_AGENT,)),
+        SandboxOpened: (Phase.ACTING, ()),  # made again by a writer that took over
         AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
     },

@@ -178,6 +178,8 @@ _TABLE: dict[tuple[Phase, type], Callable[[Episode, EpisodeEvent], Episode]] = {
     (Phase.ACTING, Suspended): _suspended,
     (Phase.ACTING, Resumed): _same,
     (Phase.ACTING, TakenOver): _same,
+    # A writer that took over found the sandbox gone and made it again.
+    (Phase.ACTING, SandboxOpened): _opened,
     (Phase.ACTING, AgentEnded): _agent_ended,
     (Phase.ACTING, Verified): _verified,
     # Other calls and commands of the same agent go on while one call is parked.

@@ -30,6 +30,7 @@ from opengyre.rollout.history import History
 from opengyre.rollout.journal import Journal
 from opengyre.rollout.models import Models
 from opengyre.rollout.recorder import Recorder
+from opengyre.rollout.restore import restored
 from opengyre.rollout.router import Router
 from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLostError
 from opengyre.shared import metrics
@@ -136,7 +137,8 @@ class Runner:
             case Effect.OPEN_SANDBOX:
                 return [await self._open()]
             case Effect.RUN_AGENT:
-                return [await self._act(recorder, budget)]
+                lost = await self._find_again() if self.journal.attempt > 0 else None
+                return [lost or await self._act(recorder, budget)]
             case Effect.VERIFY:
                 return await self._verify()
             case Effect.CONCLUDE:
@@ -157,6 +159,19 @@ class Runner:
         except (SandboxLostError, InvalidCommandError) as error:
             return AgentEnded("infra", f"no sandbox: {error}")
         return await self.journal.append(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
+
+    async def _find_again(self) -> AgentEnded | None:
+        """The sandbox of the writer before, or one that is made again as it was; the end, where that cannot be."""
+        sandboxes, replica = self.station.sandboxes, self.station.replica
+        try:
+            await sandboxes.check(self._ref(), replica)
+        except SandboxLostError:
+            try:
+                ref = await restored(sandboxes, self.dispatch, self.history, replica)
+            except SandboxLostError as error:
+                return AgentEnded("infra", str(error))
+            await self._record(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
+        return None
 
     async def _act(self, recorder: Recorder, budget: TimeBudget) -> AgentEnded:
         client = ChatClient(

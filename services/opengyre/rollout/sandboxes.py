@@ -75,6 +75,11 @@ class Sandboxes:
         )
         return await self._ask("any", "create", spec, SandboxRef, MARGIN_S)
 
+    async def check(self, ref: SandboxRef, owner: str) -> None:
+        """Renew the lease, if it is there; raises `SandboxLostError`."""
+        request = RenewRequest(sandbox=ref.sandbox, owner=owner, ttl_s=float(self.rollout.sandbox_ttl_s))
+        await self._ask(ref.node, "renew", request, SandboxRef, MARGIN_S)
+
     async def execute(self, ref: SandboxRef, exec_id: str, command: str, timeout_s: float) -> ExecResult:
         """Run a command once; raises `SandboxLostError` or `InvalidCommandError`."""
         request = ExecRequest(

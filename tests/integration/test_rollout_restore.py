@@ -1,0 +1,74 @@
+"""A sandbox that is gone when a writer takes over (a stack that was down, a machine that was lost) is made again."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opengyre.proto.sandbox import ExecRequest, ExecResult
+from opengyre.proto.traj import Ended, SandboxOpened, ToolResult, Verified
+from opengyre.shared.bus import Bus
+from support import eventually
+from support.rollout_fakes import Stack, dispatch
+
+SCRIPT = ["echo one > a.txt", "cat a.txt", "cp a.txt b.txt", "done"]
+
+
+@pytest.fixture
+async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
+    made = Stack(bus, tmp_path, nats_server.url)
+    await made.prepare()
+    async with made.sandboxes.up():
+        yield made
+
+
+async def lose_in_the_middle(stack: Stack, number: int, again: dict[str, str]) -> list[Any]:
+    """Stop a replica after two commands, lose the sandbox, let another replica go on; the log."""
+    episode = dispatch(number=number)
+    sandboxes = stack.sandboxes
+    ran: list[tuple[str, str]] = []
+    run = sandboxes._run
+
+    async def counted(request: ExecRequest) -> ExecResult:
+        ran.append((request.exec_id, request.command))
+        return await run(request)
+
+    sandboxes._run = counted  # type: ignore[method-assign]
+    sandboxes.print = {"cat a.txt": "one"}
+    async with stack.host("h0", SCRIPT).up():
+        sandboxes.delay_s = 0.2
+        async with stack.service("one"):
+            await stack.submit(episode)
+            await eventually(lambda: len(ran) >= 3, 20)
+        sandboxes.lose()
+        sandboxes._execs.clear()
+        sandboxes.delay_s = 0.0
+        sandboxes.print = again
+        before = len(ran)
+        async with stack.service("two"):
+            await eventually(lambda: stack.ended(episode), 20)
+    assert sandboxes.created[episode.execution] == 2
+    assert [command for _, command in ran[before:]][:2] == SCRIPT[:2]
+    await asyncio.sleep(0)
+    return await stack.log(episode)
+
+
+async def test_what_was_done_is_done_again_and_the_episode_goes_on(stack: Stack) -> None:
+    log = await lose_in_the_middle(stack, 1, {"cat a.txt": "one"})
+    assert sum(isinstance(event, SandboxOpened) for event in log) == 2
+    tools = [event for event in log if isinstance(event, ToolResult)]
+    assert [event.command for event in tools] == SCRIPT[:3]
+    assert [event.turn for event in tools] == sorted({event.turn for event in tools})
+    verified = next(event for event in log if isinstance(event, Verified))
+    assert verified.infra_error is None
+    assert isinstance(log[-1], Ended)
+    assert log[-1].reason == "done"
+
+
+async def test_a_command_that_does_something_else_ends_the_episode_as_ours(stack: Stack) -> None:
+    log = await lose_in_the_middle(stack, 2, {"cat a.txt": "two"})
+    assert isinstance(log[-1], Ended)
+    assert log[-1].reason == "infra"
+    assert "did something else" in (log[-1].detail or "")
