@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from opengyre.proto.sandbox import ExecRequest, ExecResult
@@ -24,8 +25,9 @@ async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Sta
         yield made
 
 
-async def lose_in_the_middle(stack: Stack, number: int, again: dict[str, str]) -> list[Any]:
-    """Stop a replica after two commands, lose the sandbox, let another replica go on; the log."""
+async def lose_in_the_middle(stack: Stack, number: int, exit_code: int) -> list[Any]:
+    """Stop a replica after two commands, lose the sandbox, let another replica go on, where commands end with
+    `exit_code` and print something else; the log."""
     episode = dispatch(number=number)
     sandboxes = stack.sandboxes
     ran: list[tuple[str, str]] = []
@@ -33,8 +35,9 @@ async def lose_in_the_middle(stack: Stack, number: int, again: dict[str, str]) -
 
     async def counted(request: ExecRequest) -> ExecResult:
         ran.append((request.exec_id, request.command))
-        return await run(request)
+        return msgspec.structs.replace(await run(request), exit_code=code)
 
+    code = 0
     sandboxes._run = counted  # type: ignore[method-assign]
     sandboxes.print = {"cat a.txt": "one"}
     async with stack.host("h0", SCRIPT).up():
@@ -45,21 +48,22 @@ async def lose_in_the_middle(stack: Stack, number: int, again: dict[str, str]) -
         sandboxes.lose()
         sandboxes._execs.clear()
         sandboxes.delay_s = 0.0
-        sandboxes.print = again
+        sandboxes.print, code = {"cat a.txt": "two"}, exit_code
         before = len(ran)
         async with stack.service("two"):
             await eventually(lambda: stack.ended(episode), 20)
     assert sandboxes.created[episode.execution] == 2
-    assert [command for _, command in ran[before:]][:2] == SCRIPT[:2]
+    assert [command for _, command in ran[before:]][: 1 if exit_code else 2] == SCRIPT[: 1 if exit_code else 2]
     await asyncio.sleep(0)
     return await stack.log(episode)
 
 
 async def test_what_was_done_is_done_again_and_the_episode_goes_on(stack: Stack) -> None:
-    log = await lose_in_the_middle(stack, 1, {"cat a.txt": "one"})
+    log = await lose_in_the_middle(stack, 1, 0)
     assert sum(isinstance(event, SandboxOpened) for event in log) == 2
     tools = [event for event in log if isinstance(event, ToolResult)]
     assert [event.command for event in tools] == SCRIPT[:3]
+    assert tools[1].output == "one"  # the log is not rewritten
     assert [event.turn for event in tools] == sorted({event.turn for event in tools})
     verified = next(event for event in log if isinstance(event, Verified))
     assert verified.infra_error is None
@@ -67,8 +71,8 @@ async def test_what_was_done_is_done_again_and_the_episode_goes_on(stack: Stack)
     assert log[-1].reason == "done"
 
 
-async def test_a_command_that_does_something_else_ends_the_episode_as_ours(stack: Stack) -> None:
-    log = await lose_in_the_middle(stack, 2, {"cat a.txt": "two"})
+async def test_a_command_that_ends_in_another_way_ends_the_episode_as_ours(stack: Stack) -> None:
+    log = await lose_in_the_middle(stack, 2, 1)
     assert isinstance(log[-1], Ended)
     assert log[-1].reason == "infra"
-    assert "did something else" in (log[-1].detail or "")
+    assert "ended in another way" in (log[-1].detail or "")
