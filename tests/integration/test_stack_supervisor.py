@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from opengyre.cli import stack as stacks
@@ -18,6 +19,9 @@ from opengyre.cli.supervisor import Supervisor
 from opengyre.cli.supervisor_child import rotate, tail
 from opengyre.cli.supervisor_plan import MARK, Program
 from opengyre.cli.supervisor_state import State
+from opengyre.proto import subjects
+from opengyre.proto.service import ServiceStatus, Wait
+from opengyre.shared.bus import Bucket, Bus
 from opengyre.shared.embedded import free_port
 
 LISTEN = """
@@ -106,6 +110,35 @@ async def test_a_process_that_does_not_stop_is_killed_after_its_bound(
         await supervisor.stop()
     assert await gone(pid)
     assert "deaf did not end within 0.5 s and is killed" in reports
+
+
+async def test_a_service_that_gives_no_sign_is_killed_and_started_again(
+    supervisor: Supervisor, reports: list[str], bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opengyre.cli.supervisor.FROZEN_S", 0.5)
+    supervisor.start([Program("mute", (sys.executable, "-c", "import time; time.sleep(60)"))])
+    supervisor.follow(bus.url)
+    child = supervisor.children["mute"]
+    while child.life.restarts == 0:
+        await supervisor.changed(10)
+    assert reports[0] == "mute gave no sign of life for 0.5 s and is killed"
+    assert "mute was ended by SIGKILL" in reports[1]
+
+
+async def test_readiness_comes_from_the_status_of_the_process(supervisor: Supervisor, bus: Bus) -> None:
+    supervisor.start([Program("service", (sys.executable, "-c", "import time; time.sleep(60)"))])
+    supervisor.follow(bus.url)
+    child = supervisor.children["service"]
+    while child.pid is None:
+        await supervisor.changed(5)
+    bucket = Bucket(bus, subjects.KV_SERVICES, ServiceStatus)
+    status = ServiceStatus(service="service", replica="r", pid=child.pid + 1, url="http://x", ready=True)
+    await bucket.put("service.r", status)
+    assert await supervisor.wait_ready(["service"], 1.5) == {"service": "starting"}  # another process's sign
+    waits = (Wait(what="the first weights", since_s=1, bound_s=None),)
+    await bucket.put("service.r", msgspec.structs.replace(status, pid=child.pid, ready=False, waits=waits))
+    assert await supervisor.wait_ready(["service"], 10) == {}
+    assert child.missing == "waits for the first weights"
 
 
 async def test_stages_end_one_after_the_other(supervisor: Supervisor) -> None:
