@@ -1,9 +1,12 @@
 """compose.yaml and what it names: as written, and as each Compose tool that is installed here reads it."""
 
+import http.server
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opengyre.shared.embedded import NATS_CONFIG
+from opengyre.shared.embedded import NATS_CONFIG, free_port
 from opengyre.shared.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,3 +211,46 @@ def test_the_context_holds_what_the_dockerfile_copies() -> None:
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists(), source
                 assert source.split("/")[0] in allowed, source
+
+
+def probe(*arguments: str) -> int:
+    command = [sys.executable, str(ROOT / "deploy" / "probe.py"), *arguments]
+    return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """200 for /healthz, 503 for all else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/healthz" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        pass
+
+
+def test_the_health_check_tells_health_from_its_absence(valkey: Any) -> None:
+    assert probe(str(valkey.port), "PING") == 0
+    assert probe(str(free_port()), "PING") == 1
+    assert probe(str(free_port())) == 1
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        assert probe(str(server.server_port)) == 0
+        assert probe(str(server.server_port), "/readyz") == 1
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("script", ["entrypoint.sh", "sandbox.sh"])
+def test_scripts_are_for_any_posix_shell(script: str) -> None:
+    subprocess.run(["sh", "-n", str(ROOT / "deploy" / script)], check=True, timeout=10)
+
+
+def test_an_image_without_a_service_says_how_it_is_built() -> None:
+    done = subprocess.run(
+        ["sh", str(ROOT / "deploy" / "entrypoint.sh")],
+        capture_output=True, text=True, timeout=10, check=False, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.returncode == 64
+    assert "--build-arg SERVICE=" in done.stderr
