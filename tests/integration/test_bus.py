@@ -22,6 +22,7 @@ from opengyre.shared.bus import (
     call,
     follow,
     read,
+    replay,
     serving,
     work,
 )
@@ -53,6 +54,42 @@ async def test_a_writer_that_was_replaced_is_fenced(bus: Bus) -> None:
     with pytest.raises(FencedError):
         await bus.append(subject(2), submitted(2), scope=scope, last=0)
     assert await bus.append(subject(1), submitted(1), scope=scope, last=0) == last, "our own in-doubt append"
+
+
+async def test_a_reading_waits_for_what_a_late_fetch_left_on_its_way(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that stalls longer than a fetch may take: the broker has answered, and nothing is pending any more."""
+    for number in range(5):
+        await bus.publish(subject(number), submitted(number))
+    fetch = replay._Reader._fetch
+    fetches = 0
+
+    async def late(self, subscription):
+        nonlocal fetches
+        fetches += 1
+        if fetches > 1:
+            return await fetch(self, subscription)
+        await bus.client.publish(subscription._nms, b'{"batch": 5, "no_wait": true}', subscription._deliver)
+        return []
+
+    monkeypatch.setattr(replay._Reader, "_fetch", late)
+    assert len(await read(bus, subjects.TASKS, "gyre.v1.task.>")) == 5
+
+
+async def test_a_reading_asks_again_for_what_was_lost_on_its_way(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        await bus.publish(subject(number), submitted(number))
+    fetch = replay._Reader._fetch
+    fetches = 0
+
+    async def lossy(self, subscription):
+        nonlocal fetches
+        fetches += 1
+        got = await fetch(self, subscription)
+        return got[:2] if fetches == 1 else got
+
+    monkeypatch.setattr(replay._Reader, "_fetch", lossy)
+    found = await read(bus, subjects.TASKS, "gyre.v1.task.>")
+    assert [stored.sequence for stored in found] == [1, 2, 3, 4, 5]
 
 
 async def test_follow_goes_on_after_a_restart_of_the_server(bus: Bus, nats_server) -> None:

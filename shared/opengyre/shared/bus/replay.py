@@ -2,6 +2,9 @@
 
 Our own loop, keyed by the last sequence seen: nats-py's ordered consumers are not always made anew after a loss.
 
+Invariant: a reading `to_end` ends only when every message that the broker gave its consumer has been seen. A fetch
+that times out here may have been answered all the same: what the broker has no longer pending is then on its way.
+
 Awaits: `follow` is woken by a message or looks again within 5 s; `read` by the broker's answers.
 """
 
@@ -23,6 +26,9 @@ from opengyre.shared.bus.promptly import promptly
 from opengyre.shared.bus.stored import Stored
 
 log = logging.getLogger("gyre.bus")
+
+LATE = 4
+"""Fetches that may pass while messages are on their way; after that they are lost, and are asked for again."""
 
 
 async def read(bus: Bus, stream: str, filters: str | Sequence[str], start: int = 1) -> list[Stored]:
@@ -98,17 +104,22 @@ class _Reader:
         )
         generation = self.bus.generation
         subscription = await promptly(self.bus.js.pull_subscribe("", stream=self.stream, config=config))
+        seen = late = 0
         try:
-            while generation == self.bus.generation and not self.finished:
+            while generation == self.bus.generation and not self.finished and late < LATE:
                 got = await self._fetch(subscription)
                 for message in got:
                     stored = stored_message(message)
+                    seen = message.metadata.sequence.consumer
                     if stored.sequence >= self.position:
                         self.position = stored.sequence + 1
                         if self.end is None or stored.sequence <= self.end:
                             yield stored
                 if self.end is not None and (not got or got[-1].metadata.num_pending == 0):
-                    self.drained = (await promptly(subscription.consumer_info())).num_pending == 0
+                    info = await promptly(subscription.consumer_info())
+                    given = info.delivered.consumer_seq if info.delivered else 0
+                    self.drained = info.num_pending == 0 and given <= seen
+                    late = late + 1 if given > seen else 0
         finally:
             await discard(self.bus, self.stream, subscription)
 
