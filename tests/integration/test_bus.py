@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
+from nats.js.kv import KeyValue
 
 from opengyre.proto import subjects
 from opengyre.proto.service import Empty, Wait
@@ -187,6 +188,47 @@ async def test_view_sees_changes_expiry_and_a_restart(bus: Bus, nats_server) -> 
         await bucket.put("a", LeaseOwner("2"))
         while view.values["a"].owner != "2":
             await view.changed(1)
+
+
+async def test_a_view_made_anew_keeps_a_key_that_comes_after_the_mark(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that is written just then is not among the first entries; a heartbeat must not look LOST for it."""
+
+    class Marked:
+        marks = 1
+
+        def __init__(self, watcher) -> None:
+            self.watcher = watcher
+
+        async def __anext__(self):
+            if Marked.marks:
+                Marked.marks -= 1
+                return None
+            return await anext(self.watcher)
+
+        async def stop(self) -> None:
+            await self.watcher.stop()
+
+    bucket = Bucket(bus, subjects.KV_HOSTS, LeaseOwner)
+    await bucket.put("a", LeaseOwner("1"))
+    await bucket.put("b", LeaseOwner("1"))
+    async with bucket.view() as view, asyncio.timeout(10):
+        dropped: list[str] = []
+        drop = view._drop
+        monkeypatch.setattr(view, "_drop", lambda key: (dropped.append(key), drop(key)))
+        watchall = KeyValue.watchall
+
+        async def marked(self, **options):
+            return Marked(await watchall(self, **options))
+
+        monkeypatch.setattr(KeyValue, "watchall", marked)
+        monkeypatch.setattr(view, "_take", lambda entry: None)  # the news that b is gone is lost
+        await bucket.delete("b")
+        bus.generation += 1
+        while "b" in view.values:
+            await view.changed(1)
+        assert (dropped, view.values) == (["b"], {"a": LeaseOwner("1")})
 
 
 async def test_lease_is_handed_over_after_expiry(bus: Bus) -> None:

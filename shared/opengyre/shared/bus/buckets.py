@@ -24,11 +24,17 @@ from nats.js.kv import KeyValue
 from opengyre.shared.bus.connection import WRONG_LAST_SEQUENCE, Bus
 from opengyre.shared.bus.errors import BusUnavailableError, ConflictError, NotBootstrappedError
 from opengyre.shared.bus.promptly import promptly
+from opengyre.shared.bus.stored import Stored
 
 log = logging.getLogger("gyre.bus")
 
 T = TypeVar("T", bound=msgspec.Struct)
 GONE = ("DEL", "PURGE")
+
+
+def is_gone(last: Stored) -> bool:
+    """Whether a key's last message says that it was deleted or has expired."""
+    return "Nats-Marker-Reason" in last.headers or last.headers.get("KV-Operation") in GONE
 
 
 class Bucket(Generic[T]):
@@ -46,7 +52,7 @@ class Bucket(Generic[T]):
     async def get(self, key: str) -> tuple[T, int] | None:
         """The value and its revision, read from the leader; None if there is no such key."""
         last = await self._bus.last(self.subject(key), self._stream)
-        if last is None or "Nats-Marker-Reason" in last.headers or last.headers.get("KV-Operation") in GONE:
+        if last is None or is_gone(last):
             return None
         return self._decoder.decode(last.payload), last.sequence
 
@@ -62,7 +68,7 @@ class Bucket(Generic[T]):
         last = await self._bus.last(self.subject(key), self._stream)
         if last is None:
             return await self._write(key, payload, 0, ttl_s, None)
-        if "Nats-Marker-Reason" in last.headers or last.headers.get("KV-Operation") in GONE:
+        if is_gone(last):
             return await self._write(key, payload, last.sequence, ttl_s, None)
         raise ConflictError(f"{self.name}/{key} exists")
 
@@ -156,7 +162,7 @@ class View(Generic[T]):
             try:
                 await self._watch()
                 failures = 0
-            except (nats.errors.Error, js_errors.Error, OSError, TimeoutError) as error:
+            except (nats.errors.Error, js_errors.Error, BusUnavailableError, OSError, TimeoutError) as error:
                 failures += 1
                 log.info("bus: watcher of %s is built anew (%r)", self._name, error)
                 await asyncio.sleep(min(0.1 * 2**failures, 5) * random.uniform(0.5, 1))  # noqa: S311 - jitter
@@ -181,7 +187,10 @@ class View(Generic[T]):
                 if entry is None:
                     filling = False
                     for key in set(self.values) - found:
-                        self._drop(key)
+                        # A key that is written while its watcher is made may come after the mark of completeness.
+                        last = await self._bus.last(f"$KV.{self._name}.{key}", f"KV_{self._name}")
+                        if last is None or is_gone(last):
+                            self._drop(key)
                     self.filled.set()
                     self._notify()
                 elif isinstance(entry, KeyValue.Entry):
