@@ -16,9 +16,12 @@ from opengyre.shared.bus import (
     Bucket,
     Bus,
     BusError,
+    BusUnavailableError,
+    Delivery,
     DriftError,
     LeaseOwner,
     NotBootstrappedError,
+    Rejected,
     RpcUnavailableError,
     TooLargeError,
     bootstrap,
@@ -155,6 +158,33 @@ async def test_pitfall_23_a_message_that_always_fails_becomes_a_dead_letter(bus:
     (letter,) = await read(bus, subjects.DLQ, "gyre.v1.dlq.EPISODES.rollout")
     assert "always" in letter.payload.decode()
     assert (await bus.stream_info(subjects.EPISODES)).state.messages == 0
+
+
+async def test_a_verdict_that_cannot_be_told_ends_no_other_message(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the broker's absence at one rejection would cancel every episode of a replica."""
+    stop, untold, ended = asyncio.Event(), asyncio.Event(), []
+
+    async def handler(event: object, _delivery: object) -> None:
+        if event == dispatch(1):
+            raise Rejected("no use")
+        await untold.wait()
+        ended.append(event)
+        stop.set()
+
+    async def reject(_self: object, _reason: str) -> None:
+        untold.set()
+        raise BusUnavailableError("NATS does not answer")
+
+    monkeypatch.setattr(Delivery, "reject", reject)
+    await bus.publish(QUEUE, dispatch(2))
+    await bus.publish(QUEUE, dispatch(1))
+    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop, concurrency=2), 20)
+    assert ended == [dispatch(2)]
+
+    async def one_is_left() -> bool:
+        return (await bus.stream_info(subjects.EPISODES)).state.messages == 1
+
+    await eventually(one_is_left)
 
 
 async def test_garbage_becomes_a_dead_letter_and_stops_nothing(bus: Bus) -> None:

@@ -27,7 +27,7 @@ from opengyre.proto.base import Event
 from opengyre.proto.dlq import DeadLetter
 from opengyre.shared import tracing
 from opengyre.shared.bus.connection import Bus
-from opengyre.shared.bus.errors import Abandoned, NotBootstrappedError, Rejected, RetryLater
+from opengyre.shared.bus.errors import Abandoned, BusUnavailableError, NotBootstrappedError, Rejected, RetryLater
 from opengyre.shared.bus.promptly import promptly
 
 log = logging.getLogger("gyre.bus")
@@ -179,6 +179,9 @@ async def work(
         try:
             async with delivery.held(keep_every_s):
                 await _judge(delivery, handler, max_deliver)
+        except (BusUnavailableError, nats.errors.Error) as error:
+            # The verdict could not be told. The message comes again; others that are being handled must not suffer.
+            log.warning("bus: no answer could be given for %s: %r", delivery.subject, error)
         finally:
             places.release()
 
