@@ -11,7 +11,7 @@ from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.trainer.learner import Learner, Total
-from opengyre.trainer.store import CheckpointError, CommittedElsewhereError, Record, Store, prune_weights
+from opengyre.trainer.store import CheckpointError, CommittedElsewhereError, Record, Store, clean_weights, prune_weights
 
 pytestmark = pytest.mark.torch
 CONFIG = TinyConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1)
@@ -43,6 +43,18 @@ def test_a_version_is_committed_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001"], "the loser leaves nothing behind"
 
 
+def test_a_version_whose_checkpoint_was_pruned_is_not_committed_again(tmp_path: Path) -> None:
+    """A trainer that was frozen before its rename, while another one made many updates."""
+    store = Store(tmp_path, keep=2)
+    for version in range(5):
+        store.commit(record(version), FILES)
+    store.prune()
+    with pytest.raises(CommittedElsewhereError, match="version 1 of r"):
+        Store(tmp_path, keep=2).commit(record(1), {"model.safetensors": b"xyz"})
+    assert store.versions() == [3, 4]
+    assert not (tmp_path / "v000001").exists()
+
+
 def test_what_an_interrupted_commit_left_is_not_a_checkpoint(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=3)
     stored = store.commit(record(1), FILES)
@@ -71,6 +83,14 @@ def test_weights_that_nobody_needs_are_removed(tmp_path: Path) -> None:
         (tmp_path / f"v{version:06d}").mkdir()
     prune_weights(tmp_path, {1, 4})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000004", "v000005"]
+
+
+def test_what_a_killed_trainer_left_beside_the_weights_is_removed(tmp_path: Path) -> None:
+    for name in ("v000001", ".tmp-v000000", ".v000002.k3x_a1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"x")
+    clean_weights(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000001"]
 
 
 def learner(directory: Path, *, resume: bool = False) -> Learner:

@@ -154,4 +154,12 @@ def next_record(
         committed=committed,
         consumed=consumed,
         finished=finished,
+        blobs=tuple(
+            sorted(
+                {
+                    *(contribution.gradient for contribution in update.contributions.values()),
+                    *(held.ready.blob for held in groups.values() if held.ready.blob is not None),
+                }
+            )
+        ),
     )

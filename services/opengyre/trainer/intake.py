@@ -114,6 +114,11 @@ class Intake:
         await self._bus.publish(subjects.task(ready.run, ready.task, "consumed"), consumed)
         figures.DROPPED.labels(reason).inc()
 
+    async def forget(self, ready: GroupReady) -> None:
+        """Remove the members of a group that left the queue; the log of its executions makes them again."""
+        if ready.blob is not None:
+            await self._blobs.discard(ready.blob)
+
     async def settle(self, delivery: Delivery, ready: GroupReady) -> None:
         """A group of a run that is not trained now: it waits, or leaves training if its run has ended."""
         found = await self._runs.get(ready.run)
@@ -127,3 +132,4 @@ class Intake:
                 reason = f"run_{'finished' if found[0].state == 'active' else found[0].state}"
                 await self.drop(ready, reason, max(record.version if record else 0, ready.version))
             await delivery.ack()
+            await self.forget(ready)

@@ -11,7 +11,7 @@ looked at while an update collects and never during a commit; torch work by its 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -47,9 +47,10 @@ T = TypeVar("T")
 class RunTrainer:
     """Leads the updates of `spec`. `leave` is set when it is to end."""
 
-    def __init__(self, context: Context, spec: RunSpec, intake: Intake, hosts: View[HostStatus]) -> None:
+    def __init__(self, context: Context, spec: RunSpec, attempt: str, intake: Intake, hosts: View[HostStatus]) -> None:
         self._context = context
         self._spec = spec
+        self._attempt = attempt
         self._intake = intake
         self._hosts = hosts
         self._heard: dict[str, int] = {}
@@ -73,6 +74,7 @@ class RunTrainer:
         try:
             self._state = await self._off_loop(open_state, self._context, self._spec)
             await announce(self._context.bus, self.record, self._state.manifest, again=True)
+            await self._forget(self.record.blobs)
             await self._forget_gradients()
             self._context.missing = None
             self._show()
@@ -104,7 +106,7 @@ class RunTrainer:
         loop = asyncio.get_running_loop()
         opened = loop.time()
         async with Batch() as batch:
-            update = Update(number=number, attempt=self._context.replica, size=self._spec.dispatch.batch_groups)
+            update = Update(number=number, attempt=self._attempt, size=self._spec.dispatch.batch_groups)
             desk = self._desk = Desk(
                 self._spec, update, self._state, batch.groups, self._tell, self._context.blobs, self._torch
             )
@@ -118,8 +120,7 @@ class RunTrainer:
                 await batch.acknowledge()
         desk.advance(Stored())
         # A gradient of the next update may be the same bytes, so these are forgotten before it opens.
-        for contribution in desk.update.contributions.values():
-            await self._context.blobs.discard(contribution.gradient)
+        await self._forget(self.record.blobs)
         self._show()
         await self._off_loop(self._state.prune)
 
@@ -154,6 +155,7 @@ class RunTrainer:
             return
         if ready.group in self.record.frontier or ready.group in self._dropped:
             await delivery.ack()
+            await self._intake.forget(ready)
             return
         staleness(ready, self.record.version)
         learner = self._state.learner
@@ -223,6 +225,10 @@ class RunTrainer:
         self._context.gauges.update(figures.commit(committed))
         log.info("committed version %d: score %.3f", committed.version, committed.score)
 
+    async def _forget(self, blobs: Iterable[str]) -> None:
+        for blob in blobs:
+            await self._context.blobs.discard(blob)
+
     async def _forget_gradients(self) -> None:
         """Gradients of an attempt that was interrupted: nobody will add them up."""
         bus, run = self._context.bus, self._spec.run
@@ -231,7 +237,7 @@ class RunTrainer:
         for stored in await read(bus, subjects.UPDATES, subjects.update(run, "contributed"), start):
             event = stored.event()
             if isinstance(event, Contributed) and event.update > self.record.version:
-                await self._context.blobs.discard(event.gradient)
+                await self._forget((event.gradient,))
 
     async def _mark_finished(self) -> None:
         runs = Bucket(self._context.bus, subjects.KV_RUNS, RunSpec)

@@ -7,6 +7,7 @@ Awaits: the lease by its time to live; a change of the runs by their mirror; the
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -45,6 +46,7 @@ class Trainer:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._current: RunTrainer | None = None
+        self._attempts = itertools.count()
 
     def routes(self) -> Sequence[BaseRoute]:
         return ()
@@ -115,7 +117,10 @@ class Trainer:
 
     async def _train(self, spec: RunSpec, intake: Intake, runs: View[RunSpec], hosts: View[HostStatus]) -> None:
         """Train `spec` until it is finished, another run is active, or the service stops."""
-        trainer = RunTrainer(self._context, spec, intake, hosts)
+        # Of each term its own: a process that led before opens the same update anew, and its groups are to be
+        # computed again.
+        attempt = f"{self._context.replica}-{next(self._attempts)}"
+        trainer = RunTrainer(self._context, spec, attempt, intake, hosts)
         self._current = trainer
         training = asyncio.create_task(trainer.run())
         try:

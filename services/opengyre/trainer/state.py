@@ -12,7 +12,7 @@ from opengyre.proto.weights import Manifest
 from opengyre.shared.lifecycle import Context
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.trainer.learner import Learner
-from opengyre.trainer.store import Record, Store, prune_weights
+from opengyre.trainer.store import Record, Store, clean_weights, prune_weights
 from opengyre.weights.write import version_directory
 
 
@@ -63,6 +63,7 @@ def open_state(context: Context, spec: RunSpec) -> State:
         store.check(record)
         learner = Learner(store.directory(record.version), spec.optimization, resume=True)
     weights = context.state_dir.absolute() / "weights" / spec.run
+    clean_weights(weights)
     manifest = _write(learner, weights, record)
     return State(store, weights, learner, record, manifest, context.settings.trainer.keep_checkpoints)
 

@@ -44,6 +44,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     consumed: tuple[GroupConsumed, ...] = ()
     """Of the groups of this version's update."""
     finished: bool = False
+    blobs: tuple[str, ...] = ()
+    """Of this version's update: gradients and members, which nobody needs once the commit is told."""
     checksums: dict[str, str] = {}
     """File -> SHA-256."""
 
@@ -101,6 +103,10 @@ class Store:
                 if target.exists():
                     raise CommittedElsewhereError(f"version {record.version} of {record.run} is committed") from error
                 raise
+            if self.versions()[-1] > record.version:
+                # The other trainer went on, and has pruned its checkpoint of this version: the name was free again.
+                shutil.rmtree(target, ignore_errors=True)
+                raise CommittedElsewhereError(f"version {record.version} of {record.run} is long committed")
             _sync(self.root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -130,6 +136,12 @@ def prune_weights(root: Path, keep: set[int]) -> None:
     for version in found[:-1]:
         if version not in keep:
             remove(version_directory(root, version))
+
+
+def clean_weights(root: Path) -> None:
+    """Remove what interrupted writes and removals left there; only the one trainer that leads may call it."""
+    for leftover in (*root.glob(".tmp-v[0-9]*"), *root.glob(".v[0-9]*")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:

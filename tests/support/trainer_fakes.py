@@ -1,0 +1,152 @@
+"""A trainer in the test's process, and cells that train without a host."""
+
+import asyncio
+import contextlib
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from opengyre.learn.codec import flatten
+from opengyre.proto import subjects
+from opengyre.proto.group import GroupReady, Member, Sequence, Span
+from opengyre.proto.run import Dispatch, RunSpec
+from opengyre.proto.update import (
+    HandOver,
+    HandOverReply,
+    PullReply,
+    PullRequest,
+    UpdateStats,
+    WorkItem,
+)
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bus import Bucket, Bus, call, read
+from opengyre.shared.lifecycle import Context
+from opengyre.shared.settings import Settings
+from opengyre.tiny.config import TinyConfig
+from opengyre.tiny.model import TinyModel
+from opengyre.trainer.service import Trainer
+
+RUN = "r"
+B, G, MU = 2, 2, 2
+CONFIG = TinyConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1)
+
+
+def ready(number: int, version: int = 0, run: str = RUN, **changes) -> GroupReady:
+    group = f"{run}-g{number:06d}"
+    span = Span(start=1, end=3, logprobs=(-0.5, -0.5), versions=(version, version), temperature=1.0)
+    members = tuple(
+        Member(
+            execution=f"{group}-e{member:02d}", score=float(member % 2), advantage=1.0 - 2 * (member % 2),
+            sequences=(Sequence(tokens=(1, 2, 3), spans=(span,)),), trained_tokens=2, path_tokens=3,
+        )
+        for member in range(G)
+    )  # fmt: skip
+    return GroupReady(run=run, group=group, task=f"t{number % 3}", version=version, **{"members": members, **changes})
+
+
+@dataclass
+class Cell:
+    """A host that trains, without a host: its gradient of a group is a number that the group's name gives."""
+
+    bus: Bus
+    blobs: Blobs
+    host: str
+    boot: str = "b0"
+    gradient: Callable[[WorkItem], float] = lambda item: int(item.group.group[-6:]) % 7 / 100
+    held: list[WorkItem] = field(default_factory=list)
+    total: float = 0.0
+    handed: int = 0
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    async def pull(self, **changes) -> PullReply:
+        request = PullRequest(
+            host=self.host,
+            boot=self.boot,
+            update=self.held[0].update if self.held else None,
+            attempt=self.held[0].attempt if self.held else None,
+            holding=tuple(item.group.group for item in self.held),
+        )
+        request = msgspec.structs.replace(request, **changes)
+        return await call(self.bus, "trainer", "any", "pull", request, PullReply, timeout_s=1, patience_s=20)
+
+    async def hand_over(self, *, leaving: bool = False, times: int = 1) -> HandOverReply:
+        tensors = {name: torch.full(p.shape, self.total) for name, p in TinyModel(CONFIG).named_parameters()}
+        # A figure that is not finite has no place in JSON.
+        loss = self.total if math.isfinite(self.total) else 0.0
+        stats = UpdateStats(tokens=4 * len(self.held), loss=loss)
+        request = HandOver(
+            host=self.host, boot=self.boot, update=self.held[0].update, attempt=self.held[0].attempt,
+            contribution=f"{self.boot}-{self.handed}", groups=tuple(item.group.group for item in self.held),
+            gradient=await self.blobs.put(flatten(tensors)), stats=stats, leaving=leaving,
+        )  # fmt: skip
+        self.handed += 1
+        replies = [
+            await call(self.bus, "trainer", "any", "hand_over", request, HandOverReply, timeout_s=1, patience_s=20)
+            for _ in range(times)
+        ]
+        assert len(set(replies)) == 1, "the same request has the same answer"
+        self.held, self.total = [], 0.0
+        return replies[0]
+
+    def add(self, item: WorkItem) -> None:
+        assert item.group.group not in {held.group.group for held in self.held}
+        self.held.append(item)
+        self.total += self.gradient(item)
+        self.seen[item.group.group] += 1
+
+    async def train(self, rng: random.Random | None = None) -> None:
+        """Until `stop`; with `rng`, it now and then leaves, forgets what it holds, or asks twice."""
+        while not self.stop.is_set():
+            reply = await self.pull()
+            luck = rng.random() if rng else 1.0
+            if reply.discard:
+                self.held, self.total = [], 0.0
+            elif reply.item is not None and luck > 0.1:
+                self.add(reply.item)
+            elif reply.flush or (self.held and luck < 0.2):
+                await self.hand_over(leaving=not reply.flush, times=2 if rng else 1)
+            elif luck < 0.25:
+                self.boot = f"{self.boot}x"
+                self.held, self.total = [], 0.0
+            if reply.wait is not None:
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def trainer(bus: Bus, blobs: Blobs, tmp_path: Path, name: str, **settings) -> AsyncIterator[Context]:
+    """A trainer in this process, which is stopped in order."""
+    chosen = Settings.model_validate({"state_dir": tmp_path / "state", "trainer": settings})
+    context = Context("trainer", name, chosen, bus, blobs, "http://nowhere")
+    running = asyncio.create_task(Trainer(context).run())
+    try:
+        yield context
+    finally:
+        context.stopping.set()
+        await asyncio.wait([running], timeout=15)
+        running.cancel()
+        await asyncio.wait([running], timeout=5)
+    running.result()
+
+
+async def start_run(bus: Bus, model: Path, updates: int | None = None, mu: int = MU) -> RunSpec:
+    spec = RunSpec(
+        run=RUN, model=str(model), updates=updates, dispatch=Dispatch(phi=1, mu=mu, batch_groups=B, group_size=G)
+    )
+    await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, spec)
+    return spec
+
+
+async def offer(bus: Bus, *groups: GroupReady) -> None:
+    for group in groups:
+        await bus.publish(subjects.group_ready(group.run), group)
+
+
+async def events(bus: Bus, stream: str, subject: str) -> list:
+    return [stored.event() for stored in await read(bus, stream, subject)]
