@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from opengyre.sandbox import doctor as sandbox_doctor
 from opengyre.shared import embedded
@@ -49,7 +50,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
         marks = {"ok": "[green]ok[/]     ", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
         for finding in found:
             remedy = f"; {finding.remedy}" if finding.remedy else ""
-            console.print(f"{marks[finding.status]} {finding.name}: {finding.detail}{remedy}", soft_wrap=True)
+            console.print(f"{marks[finding.status]} {escape(f'{finding.name}: {finding.detail}{remedy}')}", soft_wrap=True)
     if any(finding.status == "missing" for finding in found):
         raise typer.Exit(1)
 
