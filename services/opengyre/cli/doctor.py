@@ -50,7 +50,8 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
         marks = {"ok": "[green]ok[/]     ", "warning": "[yellow]warning[/]", "missing": "[red]missing[/]"}
         for finding in found:
             remedy = f"; {finding.remedy}" if finding.remedy else ""
-            console.print(f"{marks[finding.status]} {escape(f'{finding.name}: {finding.detail}{remedy}')}", soft_wrap=True)
+            line = escape(f"{finding.name}: {finding.detail}{remedy}")
+            console.print(f"{marks[finding.status]} {line}", soft_wrap=True)
     if any(finding.status == "missing" for finding in found):
         raise typer.Exit(1)
 
