@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from opengyre.proto.sandbox import ExecRequest, ExecResult
+from opengyre.proto.sandbox import ExecRequest, ExecResult, VerifyRequest, VerifyResult
 from opengyre.proto.traj import Ended, SandboxOpened, ToolResult, Verified
 from opengyre.shared.bus import Bus
 from support import eventually
@@ -46,13 +46,12 @@ async def lose_in_the_middle(stack: Stack, number: int, exit_code: int) -> list[
             await stack.submit(episode)
             await eventually(lambda: len(ran) >= 3, 20)
         sandboxes.lose()
-        sandboxes._execs.clear()
         sandboxes.delay_s = 0.0
         sandboxes.print, code = {"cat a.txt": "two"}, exit_code
         before = len(ran)
         async with stack.service("two"):
             await eventually(lambda: stack.ended(episode), 20)
-    assert sandboxes.created[episode.execution] == 2
+    assert sandboxes.created == {episode.execution: 1, f"{episode.execution}-a1": 1}
     assert [command for _, command in ran[before:]][: 1 if exit_code else 2] == SCRIPT[: 1 if exit_code else 2]
     await asyncio.sleep(0)
     return await stack.log(episode)
@@ -76,3 +75,44 @@ async def test_a_command_that_ends_in_another_way_ends_the_episode_as_ours(stack
     assert isinstance(log[-1], Ended)
     assert log[-1].reason == "infra"
     assert "ended in another way" in (log[-1].detail or "")
+
+
+async def test_a_sandbox_that_was_left_half_restored_is_not_taken_for_the_episodes(stack: Stack) -> None:
+    episode = dispatch(number=3)
+    sandboxes = stack.sandboxes
+    async with stack.host("h0", SCRIPT).up():
+        sandboxes.delay_s = 0.2
+        async with stack.service("one"):
+            await stack.submit(episode)
+            await eventually(lambda: len(sandboxes.ran) >= 3, 20)
+        sandboxes.lose()
+        before = len(sandboxes.ran)
+        async with stack.service("two"):
+            await eventually(lambda: len(sandboxes.ran) > before, 20)
+        assert sum(isinstance(event, SandboxOpened) for event in await stack.log(episode)) == 1
+        before = len(sandboxes.ran)
+        async with stack.service("three"):
+            await eventually(lambda: stack.ended(episode), 20)
+    again = [f"{episode.execution}-t{turn}" for turn in range(3)]
+    assert sandboxes.ran[before:] == again, "every command, in a new sandbox"
+    log = await stack.log(episode)
+    assert isinstance(log[-1], Ended)
+    assert log[-1].reason == "done"
+
+
+async def test_the_lease_is_kept_while_the_checks_run(stack: Stack) -> None:
+    """They may together take longer than it lasts, and a sandbox that is reaped under them is no verdict."""
+    episode = dispatch(number=4)
+    sandboxes = stack.sandboxes
+    verify = sandboxes.verify
+
+    async def slow(request: VerifyRequest) -> VerifyResult:
+        await eventually(lambda: sandboxes.renewed[request.sandbox] >= 2, 8)
+        return await verify(request)
+
+    sandboxes.verify = slow  # type: ignore[method-assign]
+    async with stack.host("h0", ["done"]).up(), stack.service("one", sandbox_ttl_s=5):
+        await stack.submit(episode)
+        await eventually(lambda: stack.ended(episode), 20)
+    verified = next(event for event in await stack.log(episode) if isinstance(event, Verified))
+    assert verified.infra_error is None

@@ -157,7 +157,7 @@ class FakeSandboxes:
         self.print: dict[str, str] = {}
         self.passes = 1.0
         self.invalid_verifications = 0
-        self._execs: dict[str, asyncio.Task[ExecResult]] = {}
+        self._execs: dict[tuple[str, str], asyncio.Task[ExecResult]] = {}
 
     def lose(self) -> None:
         """The node forgets its sandboxes, and what runs in them is answered so."""
@@ -178,9 +178,10 @@ class FakeSandboxes:
 
     async def execute(self, request: ExecRequest) -> ExecResult:
         self._check(request.sandbox)
-        task = self._execs.get(request.exec_id)
+        key = (request.sandbox, request.exec_id)
+        task = self._execs.get(key)
         if task is None:
-            task = self._execs[request.exec_id] = asyncio.create_task(self._run(request))
+            task = self._execs[key] = asyncio.create_task(self._run(request))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -220,7 +221,7 @@ class FakeSandboxes:
     async def up(self) -> AsyncIterator["FakeSandboxes"]:
         own = {
             "exec": Endpoint(ExecRequest, self.execute),
-            "verify": Endpoint(VerifyRequest, self.verify),
+            "verify": Endpoint(VerifyRequest, lambda request: self.verify(request)),
             "renew": Endpoint(RenewRequest, self.renew),
             "destroy": Endpoint(DestroyRequest, self.destroy),
         }

@@ -3,7 +3,8 @@
 Invariants:
 - Events are appended one after the other, each under the sequence of the one before it. A writer that was replaced is
   refused, `fenced` is set, and nothing more of it is stored.
-- An append that has begun is finished, also when who asked for it is cancelled: its outcome decides what comes next.
+- An append that has begun is finished, also when who asked for it is cancelled: its outcome decides what comes next,
+  and `claim` has what was stored for nobody.
 - While the broker does not answer, the same append is repeated under the same id; nothing is lost and nothing twice.
 
 Awaits: `append` is woken by the broker's acknowledgement; `settled` by the end of an append under way.
@@ -12,7 +13,7 @@ Awaits: `append` is woken by the broker's acknowledgement; `settled` by the end 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from opengyre.proto import subjects
 from opengyre.proto.base import tag_of
@@ -35,6 +36,7 @@ class Journal:
         self._dispatch = dispatch
         self._lock = asyncio.Lock()
         self._under_way: set[asyncio.Task[None]] = set()
+        self._unclaimed: list[AnyTrajEvent] = []
         self.scope = subjects.traj(dispatch.run, dispatch.group, dispatch.execution, ">")
         self.last = 0
         """Sequence of the log's last event."""
@@ -70,7 +72,23 @@ class Journal:
         task = asyncio.create_task(self._append(kind, fields, done))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        return await asyncio.shield(done)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if done.done():
+                self._keep(done)
+            else:
+                done.add_done_callback(self._keep)
+            raise
+
+    def _keep(self, done: "asyncio.Future[Any]") -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._unclaimed.append(done.result())
+
+    def claim(self) -> list[AnyTrajEvent]:
+        """Events that were stored after who asked for them was cancelled; each is given once. After `settled`."""
+        unclaimed, self._unclaimed = self._unclaimed, []
+        return unclaimed
 
     async def _append(self, kind: Callable[..., E], fields: dict[str, object], done: "asyncio.Future[E]") -> None:
         try:

@@ -5,6 +5,9 @@ timeout); at the first that does not, the episode cannot go on. Another output a
 it is mostly a time or a process id, and ending an episode for it would be worse. Beside the sandbox a command did
 nothing that would be done twice: it has no network.
 
+Invariant: each attempt makes a sandbox of its own name, so that one that a writer left half restored is never taken
+for the episode's; its lease ends it.
+
 Awaits: those of `Sandboxes`, with their bounds; the whole takes as long as the commands took.
 """
 
@@ -19,10 +22,22 @@ from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLo
 log = logging.getLogger("gyre.rollout.restore")
 
 
-async def restored(sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str) -> SandboxRef:
+async def restored(
+    sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str, attempt: int
+) -> SandboxRef:
     """A new sandbox in the recorded state; raises `SandboxLostError` naming the command that did something else."""
+    ref = await sandboxes.open(dispatch, owner, f"{dispatch.execution}-a{attempt}")
+    try:
+        async with sandboxes.kept(ref, owner, at_once=False):
+            await _repeat(sandboxes, ref, dispatch, history)
+    except SandboxLostError:
+        await sandboxes.destroy(ref)
+        raise
+    return ref
+
+
+async def _repeat(sandboxes: Sandboxes, ref: SandboxRef, dispatch: EpisodeDispatch, history: History) -> None:
     harness = dispatch.harness
-    ref = await sandboxes.open(dispatch, owner)
     recorded = [turn.result for turn in history.turns() if turn.result is not None]
     for result in recorded:
         try:
@@ -34,4 +49,3 @@ async def restored(sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: His
         if shell.observation(again, harness.observation_chars) != result.output:
             log.warning("%s printed something else in the sandbox that was made again", result.exec_id)
     log.info("%s: the sandbox was gone and is made again by %d commands", dispatch.execution, len(recorded))
-    return ref

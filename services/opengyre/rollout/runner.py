@@ -167,7 +167,7 @@ class Runner:
             await sandboxes.check(self._ref(), replica)
         except SandboxLostError:
             try:
-                ref = await restored(sandboxes, self.dispatch, self.history, replica)
+                ref = await restored(sandboxes, self.dispatch, self.history, replica, self.journal.attempt)
             except SandboxLostError as error:
                 return AgentEnded("infra", str(error))
             await self._record(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
@@ -201,6 +201,9 @@ class Runner:
             self.station.endpoints.close(self.dispatch.execution)
             await recorder.close()
             await self.journal.settled()
+            # Whoever asked for these was stopped meanwhile; they are in the log, so they count.
+            for event in self.journal.claim():
+                self._take(event)
 
     async def _run_command(self, turn: int, command: str) -> str:
         harness = self.dispatch.harness
@@ -237,8 +240,11 @@ class Runner:
             fault = detail or "the sandbox is gone"
         elif self.dispatch.task.checks:
             await self.journal.confirm()
+            sandboxes, ref = self.station.sandboxes, self._ref()
             try:
-                result = await self.station.sandboxes.verify(self._ref(), self.dispatch)
+                # The checks together may take longer than a lease lasts.
+                async with sandboxes.kept(ref, self.station.replica, at_once=True):
+                    result = await sandboxes.verify(ref, self.dispatch)
             except SandboxLostError as error:
                 reason, detail, fault = "infra", str(error), str(error)
             except InvalidCommandError as error:

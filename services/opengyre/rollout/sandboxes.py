@@ -59,11 +59,11 @@ class Sandboxes:
     rollout: RolloutSettings
     limits: SandboxSettings
 
-    async def open(self, dispatch: EpisodeDispatch, owner: str) -> SandboxRef:
-        """The execution's sandbox, made if it is not there; raises `SandboxLostError`."""
+    async def open(self, dispatch: EpisodeDispatch, owner: str, name: str | None = None) -> SandboxRef:
+        """The execution's sandbox, made if it is not there, of its own name or `name`; raises `SandboxLostError`."""
         ttl = float(self.rollout.sandbox_ttl_s)
         spec = SandboxSpec(
-            sandbox=dispatch.execution,
+            sandbox=name or dispatch.execution,
             owner=owner,
             labels={"run": dispatch.run, "group": dispatch.group, "execution": dispatch.execution},
             files=dispatch.task.files,
