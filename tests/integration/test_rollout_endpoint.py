@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -192,3 +193,19 @@ def test_the_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
     assert load_secret(tmp_path) == secret
     [file] = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_body_without_a_length_is_not_read_beyond_the_limit(live: Live) -> None:
+    """The agent is not trusted, and a body in chunks tells no length before it ends; this one never ends."""
+    parts = urlsplit(live.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    key = live.session.headers["Authorization"]
+    head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\n"
+    writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+    chunk = b"x" * (1 << 20)
+    for _ in range(9):
+        writer.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+        await writer.drain()
+    async with asyncio.timeout(10):
+        assert b" 413 " in await reader.readline()
+    writer.close()

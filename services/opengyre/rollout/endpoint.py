@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
@@ -22,6 +22,7 @@ from opengyre.rollout.openai import ApiError, ChatRequest
 from opengyre.rollout.recorder import Recorder
 
 MAX_BODY = 8 << 20
+GONE = 499
 KEEP_ALIVE_S = 10.0
 """A stream whose call takes longer begins with comments, so that clients do not give up."""
 
@@ -91,14 +92,17 @@ class Endpoints:
     async def _chat(self, request: Request) -> Response:
         try:
             recorder = self._recorder(request)
-            answering = asyncio.create_task(recorder.answer(await _body(request)))
+            body = await _body(request)
+            answering = asyncio.create_task(recorder.answer(body))
             answering.add_done_callback(_collect)
             done, _ = await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
             while not done:
-                if b'"stream"' in await request.body() and openai.parse(await request.body()).stream:
+                if b'"stream"' in body and openai.parse(body).stream:
                     return _streamed(_later(recorder, answering))
                 done, _ = await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
             call, chat = answering.result()
+        except ClientDisconnect:
+            return Response(status_code=GONE)
         except ApiError as error:
             return _refused(error)
         if chat.stream:
@@ -113,10 +117,13 @@ def _collect(answering: "asyncio.Task[tuple[Call, ChatRequest]]") -> None:
 
 
 async def _body(request: Request) -> bytes:
-    length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > MAX_BODY or len(body := await request.body()) > MAX_BODY:
-        raise ApiError(413, f"The request body is too large; allowed are {MAX_BODY} bytes.")
-    return body
+    """At most `MAX_BODY` bytes are kept, whatever length the client gave or did not give."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_BODY:
+            raise ApiError(413, f"The request body is too large; allowed are {MAX_BODY} bytes.")
+    return bytes(content)
 
 
 def _texts(recorder: Recorder, call: Call, chat: ChatRequest) -> list[str] | None:
