@@ -71,7 +71,7 @@ class Worker:
             reply = await self._pull()
             if reply is None or reply.wait is not None:
                 what = "the trainer to answer" if reply is None else (reply.wait or "the trainer")
-                with self._context.waits.on(what, POLL_S):
+                with self._context.waits.on(what, POLL_S, looking=True):
                     await _until(leave, POLL_S)
                 continue
             if reply.discard:

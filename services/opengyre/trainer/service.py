@@ -104,7 +104,7 @@ class Trainer:
             spec = active_run(runs.values, runs.revisions)
             if spec is None:
                 context.missing = None
-                with context.waits.on("an active run"):
+                with context.waits.on("an active run", looking=True):
                     await self._settle_one(intake)
                 continue
             try:
@@ -112,7 +112,7 @@ class Trainer:
             except ModelDirectoryError as error:
                 context.missing = str(error)
                 log.error("run %s cannot be trained: %s", spec.run, error)  # noqa: TRY400 - a known fault
-                with context.waits.on(f"a usable model for run {spec.run}: {error}", MODEL_S):
+                with context.waits.on(f"a usable model for run {spec.run}: {error}", MODEL_S, looking=True):
                     await context.pause(MODEL_S)
 
     async def _train(self, spec: RunSpec, intake: Intake, runs: View[RunSpec], hosts: View[HostStatus]) -> None:
