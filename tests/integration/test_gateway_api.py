@@ -335,8 +335,9 @@ async def test_status_names_what_is_waited_for_and_what_is_missing(gateway: Runn
             (Wait(what="a host in the rollout role", since_s=4.0, bound_s=None, count=3),) if name == "rollout" else ()
         )
         status = ServiceStatus(
-            service=name, replica="r", pid=1, url="", ready=name != "trainer", waits=waits, gauges={"live_episodes": 2}
-        )
+            service=name, replica="r", pid=1, url="", ready=name != "trainer", waits=waits, gauges={"live_episodes": 2},
+            missing="a usable model" if name == "trainer" else None,
+        )  # fmt: skip
         await services.put(f"{name}.r", status, ttl_s=60)
     for number in range(7):
         letter = DeadLetter(
@@ -350,6 +351,7 @@ async def test_status_names_what_is_waited_for_and_what_is_missing(gateway: Runn
     async with FakeAllocator("demo").answering(bus):
         status = await gateway.given(200, "GET", "/v1/status")
     assert (status["ready"], status["missing"], status["not_ready"]) == (False, ["host"], ["trainer.r"])
+    assert [service["missing"] for service in status["services"] if not service["ready"]] == ["a usable model"]
     assert status["waits"][0]["what"] == "a host in the rollout role"
     assert (status["run"]["spec"]["run"], status["pending_tasks"]) == ("demo", 1)
     assert status["staleness"]["groups"]["balances"] is True

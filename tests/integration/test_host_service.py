@@ -158,12 +158,20 @@ def choice(answer: tuple[int, dict]) -> dict:
     return content["choices"][0]
 
 
+async def test_a_host_without_a_run_is_ready_and_says_that_it_waits_for_one(bus: Bus, tmp_path: Path) -> None:
+    """A stack without a run is not broken: `gyre status` right after `gyre up` has nothing to complain of."""
+    async with running(bus, tmp_path / "s") as host:
+        await host.reach(HostState.STARTING)
+        await eventually(lambda: host.context.missing is None)
+        await eventually(lambda: [wait.what for wait in host.context.waits.report()] == ["an active run"])
+
+
 async def test_no_traffic_before_weights_then_joins_acknowledges_and_serves(
     bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
     async with running(bus, tmp_path / "s") as host:
         await host.reach(HostState.STARTING)
-        assert host.context.missing == "no weights are published yet"
+        await eventually(lambda: host.context.missing == "host0 has no weights: run r has published none yet")
         status, content = await generate(http, host, body("a", PROMPT, 4))
         assert (status, content["error"]["type"]) == (503, "not_serving")
         await versions.publish(0)

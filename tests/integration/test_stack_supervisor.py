@@ -20,7 +20,7 @@ from opengyre.cli.supervisor_child import rotate, tail
 from opengyre.cli.supervisor_plan import MARK, Program
 from opengyre.cli.supervisor_state import State
 from opengyre.proto import subjects
-from opengyre.proto.service import ServiceStatus, Wait
+from opengyre.proto.service import ServiceStatus
 from opengyre.shared.bus import Bucket, Bus
 from opengyre.shared.embedded import free_port
 
@@ -135,10 +135,10 @@ async def test_readiness_comes_from_the_status_of_the_process(supervisor: Superv
     status = ServiceStatus(service="service", replica="r", pid=child.pid + 1, url="http://x", ready=True)
     await bucket.put("service.r", status)
     assert await supervisor.wait_ready(["service"], 1.5) == {"service": "starting"}  # another process's sign
-    waits = (Wait(what="the first weights", since_s=1, bound_s=None),)
-    await bucket.put("service.r", msgspec.structs.replace(status, pid=child.pid, ready=False, waits=waits))
+    lacking = msgspec.structs.replace(status, pid=child.pid, ready=False, missing="host0 loads version 3")
+    await bucket.put("service.r", lacking)
     assert await supervisor.wait_ready(["service"], 10) == {}
-    assert child.missing == "waits for the first weights"
+    assert child.missing == "host0 loads version 3"
 
 
 async def test_stages_end_one_after_the_other(supervisor: Supervisor) -> None:

@@ -22,6 +22,8 @@ class ServiceStatus(Record, frozen=True, kw_only=True):
     url: str
     """Base URL of /healthz, /readyz and /metrics."""
     ready: bool
+    missing: str | None = None
+    """What it lacks to be ready, in words."""
     waits: tuple[Wait, ...] = ()
     gauges: dict[str, float] = {}
     """Figures that other services and the status page read, such as `live_episodes`."""

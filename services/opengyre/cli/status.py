@@ -44,8 +44,10 @@ def _print(report: dict[str, Any]) -> None:
         console.print("every service is there and ready")
     for name in report["missing"]:
         console.print(f"[bold red]{name}[/] is missing: no replica of it runs")
-    for name in report["not_ready"]:
-        console.print(f"[yellow]{name}[/] is not ready")
+    for service in report["services"]:
+        if not service["ready"]:
+            why = escape(service.get("missing") or "it does not say why")
+            console.print(f"[yellow]{service['service']}[/] (process {service['pid']}) is not ready: {why}")
     run = report["run"]
     if run is None:
         console.print("there is no run yet; `gyre run RECIPE.toml` starts one")

@@ -229,7 +229,7 @@ class Supervisor:
             status = by_pid.get(child.pid)
             if status is not None:
                 child.seen = now
-                child.missing = None if status.ready else _first_wait(status)
+                child.missing = None if status.ready else status.missing or "not ready yet"
                 self._give(child, Event(Kind.READY))
             elif not broker:
                 child.seen = now
@@ -237,10 +237,6 @@ class Supervisor:
                 self._report(f"{child.program.name} gave no sign of life for {FROZEN_S:g} s and is killed")
                 self._signal(child, signal.SIGKILL)
                 child.seen = now
-
-
-def _first_wait(status: ServiceStatus) -> str:
-    return f"waits for {status.waits[0].what}" if status.waits else "not ready yet"
 
 
 def _manner(code: int | None) -> str:

@@ -164,7 +164,7 @@ STATUS: dict[str, Any] = {
     "services": [
         {
             "service": "rollout", "replica": "node-17-a1b2c3", "pid": 4711, "url": "http://127.0.0.1:40991",
-            "ready": True, "waits": [], "gauges": {"live_episodes": 12.0},
+            "ready": True, "missing": None, "waits": [], "gauges": {"live_episodes": 12.0},
         }
     ],
 }  # fmt: skip

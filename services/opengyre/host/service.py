@@ -220,7 +220,8 @@ class Host:
             activity = ACTIVITY[self._position.state]
             match activity:
                 case Activity.REST:
-                    await self._wait(LOOK_AGAIN_S)
+                    with self._context.waits.on(self._rests_for(), looking=True):
+                        await self._wait(LOOK_AGAIN_S)
                 case Activity.LOAD | Activity.SERVE:
                     await self._serve_current()
                 case Activity.DRAIN:
@@ -250,8 +251,9 @@ class Host:
             return
         began = self._clock()
         try:
-            await verified(manifest)
-            await self._load(manifest, asleep)
+            with self._context.waits.on(f"version {manifest.version} to be loaded"):
+                await verified(manifest)
+                await self._load(manifest, asleep)
         except VERSION_FAULTS as error:
             await self._refuse(manifest, error)
             return
@@ -332,17 +334,23 @@ class Host:
 
     # What is said.
 
+    def _rests_for(self) -> str:
+        if self._position.state is HostState.CORDONED:
+            return f"{self._host} to be resumed: it is cordoned"
+        return "an active run" if self._run is None else f"the first weights of run {self._run}"
+
     def _why_not(self) -> str:
         return f"host {self._host} is {self._position.state.value}; calls are taken in the rollout role"
 
     def _look(self) -> None:
+        """Not ready is who has a run and has not served or trained it yet: a switch of roles is no lack."""
         state = self._position.state
         missing: str | None = None
-        if state is HostState.STARTING:
-            missing = "no weights are published yet"
-        elif state is HostState.JOINING:
+        if state is HostState.STARTING and self._run is not None:
+            missing = f"{self._host} has no weights: run {self._run} has published none yet"
+        elif state is HostState.JOINING and self._switch_began is None:
             version = self._current.version if self._current else "?"
-            missing = f"version {version} is being loaded"
+            missing = f"{self._host} loads version {version}"
         self._context.missing = missing
 
     def _status(self) -> HostStatus:

@@ -179,6 +179,7 @@ async def _heartbeat(context: Context) -> None:
                 pid=os.getpid(),
                 url=context.url,
                 ready=context.missing is None,
+                missing=context.missing,
                 waits=context.waits.report(),
                 gauges=dict(context.gauges),
             )
