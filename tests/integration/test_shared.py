@@ -71,6 +71,28 @@ async def test_a_damaged_or_malformed_blob_is_missing(tmp_path: Path) -> None:
             await blobs.get("sha256:../../etc/passwd")
 
 
+async def test_a_damaged_blob_is_made_whole_by_the_next_put(tmp_path: Path) -> None:
+    """Else a task whose group is assembled again would meet the damage again, for ever."""
+    async with Blobs(tmp_path, CacheSettings()) as blobs:
+        ref = await blobs.put(b"tokens")
+        blobs.path(ref).write_bytes(b"tok")
+        assert await blobs.put(b"tokens") == ref
+        assert await blobs.get(ref) == b"tokens"
+
+
+async def test_a_durable_blob_is_synced_also_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file and the folder that names it; who wrote it first may not have asked for that."""
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd)))
+    async with Blobs(tmp_path, CacheSettings()) as blobs:
+        ref = await blobs.put(b"tokens", durable=False)
+        assert synced == []
+        await blobs.put(b"tokens")
+    path = blobs.path(ref)
+    assert synced == [str(path), str(path.parent)]
+
+
 async def test_a_trace_goes_through_the_bus(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()

@@ -1,7 +1,8 @@
 """Content-addressed blobs: files for what must last, Valkey or Redis in front for what is hot.
 
 Invariants: a reference is `sha256:<hex>` of the content, and content is checked against it when it is read; a file is
-complete or absent (temporary name, fsync, rename); the loss or absence of the cache is never an error.
+complete or absent (temporary name, fsync, rename), and one that was damaged is replaced by the next `put` of its
+content; the loss or absence of the cache is never an error. What is large is hashed off the loop.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from opengyre.shared.settings import CacheSettings
 log = logging.getLogger("gyre.blobs")
 
 CACHE_LIMIT = 64 << 20
+LARGE = 1 << 20
 MESSAGE_LIMIT = 256 << 10
 """Content above this many bytes travels as a blob (design section 3)."""
 
@@ -31,6 +33,18 @@ class BlobMissingError(LookupError):
 def reference(content: bytes) -> str:
     """`sha256:<hex>` of the content."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+async def _reference(content: bytes) -> str:
+    return await asyncio.to_thread(reference, content) if len(content) > LARGE else reference(content)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Blobs:
@@ -59,7 +73,7 @@ class Blobs:
 
     async def put(self, content: bytes, *, durable: bool = True) -> str:
         """Store `content`; return its reference. With `durable` it is on disk when this returns."""
-        ref = reference(content)
+        ref = await _reference(content)
         await asyncio.to_thread(self._write, self.path(ref), content, durable)
         if self._cache is not None and len(content) <= CACHE_LIMIT:
             try:
@@ -77,13 +91,13 @@ class Blobs:
             except (RedisError, OSError) as error:
                 log.info("blobs: the cache does not answer (%r); files go on", error)
             else:
-                if isinstance(hot, bytes) and reference(hot) == ref:
+                if isinstance(hot, bytes) and await _reference(hot) == ref:
                     return hot
         try:
             content = await asyncio.to_thread(path.read_bytes)
         except FileNotFoundError as error:
             raise BlobMissingError(f"there is no blob {ref}") from error
-        if reference(content) != ref:
+        if await _reference(content) != ref:
             raise BlobMissingError(f"the file of blob {ref} is damaged: its content has another checksum")
         return content
 
@@ -97,7 +111,10 @@ class Blobs:
         await asyncio.to_thread(self.path(ref).unlink, missing_ok=True)
 
     def _write(self, path: Path, content: bytes, durable: bool) -> None:
-        if path.exists():
+        if path.exists() and path.read_bytes() == content:
+            if durable:  # who wrote it may not have asked for that
+                _sync(path)
+                _sync(path.parent)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
@@ -108,6 +125,8 @@ class Blobs:
                     file.flush()
                     os.fsync(file.fileno())
             Path(name).replace(path)
+            if durable:
+                _sync(path.parent)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
