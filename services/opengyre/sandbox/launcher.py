@@ -45,7 +45,7 @@ class Launcher:
         async with self._starting:
             if self._socket is not None:
                 return
-            self._reap()
+            await asyncio.to_thread(self._reap)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PACKET)
