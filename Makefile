@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 3 # most tests wait for a process or a time limit, not for a processor
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check format lint types install schemas clean

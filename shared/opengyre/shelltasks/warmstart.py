@@ -84,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     except FileExistsError as error:
         print(f"warm start: {error}", file=sys.stderr)
         return 1
+    finally:
+        torch.set_flush_denormal(False)  # it belongs to the thread, which is the caller's
     return 0
 
 
