@@ -261,6 +261,23 @@ def test_tasks_are_taken_in_order_as_often_as_they_repeat_and_evaluations_apart(
     assert queue.tasks_waiting == 0
 
 
+def test_a_task_of_which_all_groups_were_made_is_not_kept_whole() -> None:
+    """A run of weeks must not hold the files of every task it ever saw."""
+    queue = TaskQueue({"made": 1})
+    made, waits, later = task("made"), task("waits"), task("later")
+    queue.submit(made)
+    queue.submit(waits)
+    assert queue.get("made") is made, "a former leader may have left its group undispatched"
+    queue.forget_made()
+    queue.submit(later)
+    assert (queue.get("made"), queue.get("waits"), queue.get("later")) == (None, waits, later)
+    assert queue.take("train", 5) == [waits, later]
+    assert (queue.get("waits"), queue.get("later")) == (None, None)
+    queue.submit(made)
+    queue.submit(waits)
+    assert queue.take("train", 5) == [], "known by name"
+
+
 def test_episodes_of_a_group_are_the_same_each_time_and_differ_among_members() -> None:
     spec = run_spec(size=4)
     entry = new_entry(spec, task(), 7, 3)

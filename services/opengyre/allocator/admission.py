@@ -95,25 +95,39 @@ class _Waiting:
 
 
 class TaskQueue:
-    """Tasks that wait, in the order of submission: those that train and those that evaluate apart."""
+    """Tasks that wait, in the order of submission: those that train and those that evaluate apart.
+
+    After `forget_made` only those that wait are kept whole (a task may hold megabytes of files); of the others, their
+    names.
+    """
 
     def __init__(self, made: Mapping[str, int] | None = None) -> None:
         """`made`: how many groups were made of each task already."""
         self._made = made or {}
-        self._tasks: dict[str, TaskSpec] = {}
+        self._known: set[str] = set()
+        self._whole: dict[str, TaskSpec] = {}
+        self._forgets = False
         self._waiting: dict[str, deque[_Waiting]] = {"train": deque(), "evaluate": deque()}
 
     def submit(self, task: TaskSpec) -> None:
         """A task that is known already is not taken again."""
-        if task.task in self._tasks:
+        if task.task in self._known:
             return
-        self._tasks[task.task] = task
+        self._known.add(task.task)
         left = task.repeat - self._made.get(task.task, 0)
         if left > 0:
             self._waiting[task.purpose].append(_Waiting(task, left))
+        if left > 0 or not self._forgets:
+            self._whole[task.task] = task
 
     def get(self, task: str) -> TaskSpec | None:
-        return self._tasks.get(task)
+        """A task that was submitted and is still kept whole."""
+        return self._whole.get(task)
+
+    def forget_made(self) -> None:
+        """From now on keep only tasks of which groups are still to be made."""
+        self._forgets = True
+        self._whole = {item.task.task: item.task for waiting in self._waiting.values() for item in waiting}
 
     def take(self, purpose: str, most: int) -> list[TaskSpec]:
         """The next tasks, `most` groups at most; a task comes as often as groups are made of it."""
@@ -125,6 +139,8 @@ class TaskQueue:
             first.left -= 1
             if first.left == 0:
                 waiting.popleft()
+                if self._forgets:
+                    del self._whole[first.task.task]
         return taken
 
     def waiting(self, purpose: str) -> int:

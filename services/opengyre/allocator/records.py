@@ -108,6 +108,7 @@ class Records:
         made = [(entry, task) for entry in begun if (task := progress.queue.get(entry.task)) is not None]
         if made:
             await self._dispatch(progress, made, before, "begun by a former leader")
+        progress.queue.forget_made()
 
     async def _dispatch(
         self, progress: Progress, made: Sequence[tuple[GroupEntry, TaskSpec]], before: int, note: str
