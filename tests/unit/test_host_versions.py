@@ -3,9 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opengyre.allocator.choose import current
 from opengyre.host.versions import LAST_RETRY_S, chosen_run, replaces, retry_after
 from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest
+from opengyre.trainer.service import active_run
 
 
 def manifest(run: str, version: int, directory: str = "/w") -> Manifest:
@@ -18,6 +20,17 @@ def test_the_active_run_is_followed_else_the_last_that_changed() -> None:
     assert chosen_run({}, {}) is None
     assert chosen_run({"a": a, "b": b, "c": c}, {"a": 1, "b": 2, "c": 3}) == "a"
     assert chosen_run({"b": b, "c": c}, {"b": 2, "c": 3}) == "c"
+
+
+def test_of_several_active_runs_the_one_that_is_led_is_served() -> None:
+    """Allocator and trainer take the one that has waited longest; episodes of it would find no host otherwise."""
+    runs = {name: RunSpec(run=name, model="m") for name in ("a", "b")}
+    revisions = {"a": 5, "b": 3}
+    led = current(runs, revisions)
+    trained = active_run(runs, revisions)
+    assert led is not None
+    assert trained is not None
+    assert chosen_run(runs, revisions) == led.run == trained.run == "b"
 
 
 def test_only_a_newer_version_or_the_same_published_anew_replaces() -> None:

@@ -28,9 +28,12 @@ TURN_TTL_S = 5
 
 
 def chosen_run(runs: Mapping[str, RunSpec], revisions: Mapping[str, int]) -> str | None:
-    """The active run; without one, that which changed last, whose weights are still asked for by evaluations."""
-    names = [name for name, spec in runs.items() if spec.state == "active"] or list(runs)
-    return max(names, key=lambda name: revisions.get(name, 0), default=None)
+    """The active run, of several the one that has waited longest, as allocator and trainer choose; without one, that
+    which changed last, whose weights are still asked for by evaluations."""
+    active = [name for name, spec in runs.items() if spec.state == "active"]
+    if active:
+        return min(active, key=lambda name: revisions.get(name, 0))
+    return max(runs, key=lambda name: revisions.get(name, 0), default=None)
 
 
 def replaces(current: Manifest | None, found: Manifest) -> bool:
