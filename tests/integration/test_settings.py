@@ -32,6 +32,11 @@ def test_the_resolved_form_holds_every_section_and_no_secret() -> None:
         ("[host]\ncapacity = 0\n", r"setting host.capacity is 0.*greater than or equal to 1"),
         ("[host]\nengine = 'gpu'\n", r"host.engine is 'gpu'.*'tiny'"),
         ("[bus\n", r"gyre.toml is not valid TOML"),
+        ("bus = 3\n", r"setting bus is 3.*allowed is a table of url, replicas"),
+        ("[bus]\nurl = 'foo'\n", r"setting bus.url is 'foo'.*: allowed is a URL like nats://127.0.0.1:1234"),
+        ("[bus]\nurl = 'nats://a:1,b'\n", r"setting bus.url is 'nats://a:1,b'.*: allowed is a URL like nats://"),
+        ("[cache]\nurl = 'foo'\n", r"setting cache.url is 'foo'.*: allowed is a URL like redis://127.0.0.1:1234"),
+        ("[cache]\nurl = 'redis://a:99999'\n", r"setting cache.url is 'redis://a:99999'.*: allowed is a URL like"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:

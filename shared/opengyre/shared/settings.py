@@ -1,15 +1,16 @@
 """Settings: one TOML file (`gyre.toml`, or the path in `GYRE_CONFIG`) and the environment (`GYRE_<SECTION>__<KEY>`).
 
 The environment wins over the file, the file over the defaults. Unknown keys are refused. Each service writes the
-resolved form beside its state (`<state_dir>/settings/<service>-<replica>.json`), secrets left out.
+resolved form beside its state (`<state_dir>/settings/<service>.json`), secrets left out.
 """
 
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 PREFIX = "GYRE_"
 OUTSIDE = {"GYRE_CONFIG", "GYRE_TEST_DATA", "GYRE_STATE_DIR", "GYRE_GATEWAY_URL", "GYRE_API_KEY"}
@@ -19,17 +20,38 @@ class SettingsError(Exception):
     """The settings cannot be used; the message names the key and what is allowed."""
 
 
+def _url(*schemes: str) -> AfterValidator:
+    """Checks that each of the URLs, separated by commas, has one of `schemes`, a host and a port that can be."""
+
+    def check(text: str) -> str:
+        for url in text.split(","):
+            try:
+                parts = urlsplit(url.strip())
+                fine = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                fine = False
+            if not fine:
+                raise ValueError(f"allowed is a URL like {schemes[0]}://127.0.0.1:1234")
+        return text
+
+    return AfterValidator(check)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class BusSettings(Section):
-    url: str = Field(default="nats://127.0.0.1:4222", description="NATS server, or several separated by commas")
+    url: Annotated[str, _url("nats", "tls", "ws", "wss")] = Field(
+        default="nats://127.0.0.1:4222", description="NATS server, or several separated by commas"
+    )
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream; 3 on a cluster")
 
 
 class CacheSettings(Section):
-    url: str | None = Field(default=None, description="Valkey or Redis for hot blobs; without it, files alone")
+    url: Annotated[str, _url("redis", "rediss")] | None = Field(
+        default=None, description="Valkey or Redis for hot blobs; without it, files alone"
+    )
     ttl_s: int = Field(default=3600, ge=1)
 
 
@@ -167,4 +189,7 @@ def _sentence(error: ValidationError, path: Path | None) -> str:
         for part in first["loc"][:-1]:
             model = model.model_fields[str(part)].annotation
         return f"unknown setting {where}{source}; allowed here: {', '.join(model.model_fields)}"
-    return f"setting {where} is {first['input']!r}{source}: {first['msg']}"
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        message = f"allowed is a table of {', '.join(Settings.model_fields[where].annotation.model_fields)}"  # type: ignore[union-attr]
+    return f"setting {where} is {first['input']!r}{source}: {message}"
