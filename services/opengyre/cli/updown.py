@@ -23,7 +23,7 @@ from rich.table import Table
 from opengyre.cli import stack as stacks
 from opengyre.cli.stack import Stack, StackError
 from opengyre.cli.supervisor_child import rotate, tail
-from opengyre.cli.up import READY_S, Options, Running, check_port, end_leftovers, end_sandboxes, running
+from opengyre.cli.up import READY_S, Options, Running, check, end_leftovers, end_sandboxes, running
 from opengyre.shared.settings import Settings, load
 
 DOWN_S = 120.0
@@ -53,6 +53,8 @@ def up(
     """
     settings = load()
     options = Options(state_dir or settings.state_dir, hosts, port)
+    if stacks.owner(options.state_dir.absolute()) is None:  # else it is said below that a stack runs already
+        check(options, settings)
     if detach:
         stack = _detached(options)
         if json:
@@ -113,7 +115,6 @@ def _gone(directory: Path, pid: int, bound_s: float) -> bool:
 def _detached(options: Options) -> Stack:
     state = options.state_dir.absolute()
     with stacks.Lock(state):  # says at once when a stack runs already
-        check_port(options.port)
         logs = state / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / "supervisor.log"
@@ -127,7 +128,7 @@ def _detached(options: Options) -> Stack:
     there: Stack | None = None
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise StackError(" / ".join(tail(log, 3)) or f"the supervisor ended with status {process.returncode}")
+            raise StackError(last_words(log) or f"the supervisor ended with status {process.returncode}")
         there = stacks.read(state)
         if there is not None and there.supervisor_pid == process.pid and there.ready:
             process.returncode = 0  # it goes on without us
@@ -137,6 +138,13 @@ def _detached(options: Options) -> Stack:
     lacking = there.missing if there is not None else {}
     what = "; ".join(f"{name}: {why}" for name, why in lacking.items()) or "no sign of the supervisor"
     raise StackError(f"not everything runs after {READY_S + 10:g} s ({what}); logs are in {logs}, `gyre down` stops it")
+
+
+def last_words(log: Path) -> str:
+    """Why a supervisor ended: its sentence where it has said one, else the end of its log."""
+    lines = tail(log, 3)
+    said = [line.removeprefix("gyre: ") for line in lines if line.startswith("gyre: ")]
+    return said[-1] if said else " / ".join(lines)
 
 
 async def _foreground(options: Options, settings: Settings) -> None:

