@@ -19,7 +19,7 @@ TASK_IN: dict[str, Any] = {
 TASK_BATCH: dict[str, Any] = {"run": "demo", "tasks": [TASK_IN]}
 RUN_IN: dict[str, Any] = {
     "run": "demo",
-    "model": "runs/cache/warmstart",
+    "model": "/srv/gyre/models/warmstart",
     "updates": 64,
     "seed": 1,
     "dispatch": {"phi": 0.5, "mu": 2, "batch_groups": 8, "group_size": 8},
@@ -29,7 +29,7 @@ RUN_IN: dict[str, Any] = {
 RUN_CHANGE: dict[str, Any] = {"state": "stopped"}
 SPEC: dict[str, Any] = {
     "run": "demo",
-    "model": "runs/cache/warmstart",
+    "model": "/srv/gyre/models/warmstart",
     "updates": 64,
     "seed": 1,
     "dispatch": {"phi": 0.5, "mu": 2, "batch_groups": 8, "group_size": 8, "min_members": 2},

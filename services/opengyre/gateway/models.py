@@ -165,7 +165,7 @@ class RunIn(Input):
     """A run: one policy trained on a stream of tasks."""
 
     run: RunId
-    model: str = Field(min_length=1, max_length=4096, description="Directory of the initial policy")
+    model: str = Field(min_length=1, max_length=4096, description="Directory of the initial policy, an absolute path")
     updates: int | None = Field(default=None, ge=1, le=10_000_000, description="The run is finished after so many")
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     dispatch: DispatchIn = DispatchIn()
@@ -178,6 +178,9 @@ class RunIn(Input):
         for field, text in (("model", self.model), ("harness.system", self.harness.system or "")):
             if not task_rules.printable(text):
                 raise Problem(422, f"{field} contains NUL or half of a surrogate pair", field=field)
+        if not self.model.startswith("/"):
+            detail = f"model is {self.model!r}; allowed is the absolute path of a directory that the trainer can read"
+            raise Problem(422, detail, field="model")
         try:
             check_run(self.run)
             return validate(msgspec.convert(self.model_dump(), RunSpec))

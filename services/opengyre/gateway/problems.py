@@ -27,6 +27,12 @@ RETRY_AFTER_S = 2
 PLACES = ("body", "query", "path", "header")
 SHAPES = ("single", "batch")
 """Tags of the union of submissions; no fields of the caller's."""
+JSON_NAMES = {None: "null", True: "true", False: "false"}
+ALLOWED = dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "allowed is a JSON object") | {
+    "list_type": "allowed is a JSON list",
+    "too_short": "allowed is one or more",
+}
+"""pydantic's kind of complaint -> a sentence without its words for Python."""
 TITLES = {
     400: "Bad request", 401: "No valid API key", 404: "Not found", 405: "Method not allowed", 408: "Request too slow",
     409: "Conflict", 413: "Body too large", 415: "Unsupported media type", 422: "Not allowed", 429: "Too many requests",
@@ -106,12 +112,14 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         return Problem(422, f"{field} is missing", field=field)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "unknown_field":
-        return Problem(422, f"{field}: {message}" if where else message, field=field)
+        unknown = ".".join([*where, str((first.get("ctx") or {}).get("name", ""))])
+        return Problem(422, f"{field}: {message}" if where else message, field=unknown)
+    message = ALLOWED.get(first["type"], message)
     return Problem(422, f"{field} is {_shown(first.get('input'))}: {message[:1].lower()}{message[1:]}", field=field)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = JSON_NAMES.get(value, repr(value)) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -171,7 +171,8 @@ async def _create(deps: Deps, spec: RunSpec) -> RunReport:
                 raise Problem(409, detail, field="run")
             return await report_of(deps, there[0])
         if (other := await _others_active(deps, spec.run)) is not None:
-            detail = f"run {other} is active, and one run is active at a time; stop it first: PATCH /v1/runs/{other}"
+            stop = f'PATCH /v1/runs/{other} with {{"state": "stopped"}} stops it'
+            detail = f"run {other} is active, and one run is active at a time; {stop}"
             raise Problem(409, detail, field="run")
         await deps.runs.create(spec.run, spec)
     return await report_of(deps, spec)
