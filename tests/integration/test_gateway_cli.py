@@ -151,6 +151,8 @@ async def test_hosts_wishes_staleness_and_status(gyre: Gyre, bus: Bus) -> None:
     await eventually(lambda: "host0" in gyre.running.gateway.deps.host_view.values)
     async with FakeAllocator("demo").answering(bus) as allocator:
         assert "host0" in await gyre.shown("hosts")
+        assert "cell host0: drain is asked for; its state is " in await gyre.shown("drain", "host0")
+        allocator.wishes.clear()
         for wish in ("drain", "resume", "cordon"):
             assert (await gyre.json(wish, "host0"))["wish"] == wish
         assert [one.wish for one in allocator.wishes] == ["drain", "resume", "cordon"]
@@ -225,6 +227,7 @@ async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: P
         (("updates", "update"), r"unknown field run\.update; allowed here: run, model"),
         (("batch_groups", "groups"), r"unknown field run\.dispatch\.groups; allowed here: phi"),
         (("updates = 2", "updates = 0"), "updates is 0; allowed are values from 1"),
+        (('"shelltasks"', '"bla"'), r"tasks\.generator is 'bla'; allowed is 'shelltasks'"),
         (('"model"', '"absent"'), r"run\.model is 'absent' and .* is no directory"),
         (('generator = "shelltasks"', ""), "either path or generator"),
         (("count = 6", "count = 0"), r"tasks\.count is 0; allowed"),
@@ -257,6 +260,7 @@ async def test_streams_are_listed_and_viewed(gyre: Gyre, bus: Bus) -> None:
     assert [row["sequence"] for row in rows] == [3, 4]
     assert len(await gyre.lines("stream", "view", "TASKS", "--since", "1h")) == 7
     assert await gyre.lines("stream", "view", "TASKS", "--since", "2100-01-01") == []
+    assert (await gyre.run("stream", "view", "TASKS", "--run", "nope")).stderr == "no message of TASKS matches\n"
     text = await gyre.shown("stream", "view", "TASKS", "--limit", "1")
     assert "task.demo.t0.submitted task.submitted.v1" in text
     assert "there is no stream NOPE; there are" in await gyre.refused("stream", "view", "NOPE")

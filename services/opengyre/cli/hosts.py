@@ -46,7 +46,7 @@ def hosts(
 def table(report: dict[str, Any]) -> Table:
     """Hosts as a table, with what the allocator says of their cells; lost cells follow."""
     cells = {cell["cell"]: cell for cell in report["cells"]}
-    rows = Table("host", "cell", "state", "told", "wish", "version", "calls", "tokens/s", "for")
+    rows = Table("host", "cell", "state", "told", "wish", "version", "calls", "tok/s", "for")
     for host in report["hosts"]:
         cell = cells.get(host["cell"], {})
         rows.add_row(
@@ -117,4 +117,4 @@ def _wish(
     if json:
         show_json(reply)
     else:
-        console.print(f"cell {reply['cell']} has the wish [bold]{reply['wish']}[/]; it is {reply['state']} now")
+        console.print(f"cell {reply['cell']}: [bold]{reply['wish']}[/] is asked for; its state is {reply['state']}")

@@ -103,6 +103,8 @@ def _tasks(path: Path, table: Any) -> tuple[TaskSpec, ...]:
     if not isinstance(table, dict):
         raise TaskFileError(f"{path}: the table [tasks] is missing; it names a path or a generator")
     known(str(path), "tasks.", table, TaskSource)
+    if "generator" in table and table["generator"] != "shelltasks":
+        raise TaskFileError(f"{path}: tasks.generator is {table['generator']!r}; allowed is 'shelltasks'")
     try:
         source = msgspec.convert(table, TaskSource)
     except msgspec.ValidationError as error:

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def status(
     gateway: GatewayOption = None, api_key: KeyOption = None, state_dir: StateDirOption = None, json: JsonOption = False
 ) -> None:
-    """Show services, waits, the active run, the books and the dead letters. Exit status 1 when a service is missing.
+    """Show services, waits, the active run, the books and the dead letters. Exit status 1 while a service is missing or not ready.
 
     Example: gyre status
     """
@@ -58,7 +58,7 @@ def _print(report: dict[str, Any]) -> None:
             f"run [bold]{spec['run']}[/] is {spec['state']}: update {progress['update']}{of}, "
             f"score {number(progress['score'])}, published version "
             f"{progress['published_version'] if progress['published_version'] is not None else '-'}, "
-            f"{report['pending_tasks']} tasks pending"
+            f"{report['pending_tasks']} tasks not yet admitted"
         )
     if report["staleness"] is not None:
         console.print(books(report["staleness"]))

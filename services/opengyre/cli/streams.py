@@ -135,6 +135,8 @@ def view(
                     return
                 show(stored)
                 shown += 1
+            if not shown:
+                errors.print(f"no message of {selection.stream} matches")
 
     run_bounded(work())
 

@@ -62,7 +62,7 @@ def submit(
 def send(api: Api, tasks: list[TaskSpec], run: str | None) -> dict[str, Any]:
     """Submit in batches, waiting where the gateway says so; one answer for all."""
     name, stored, pending = run, [], 0
-    with Progress(console=errors, transient=True) as progress:
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         bar = progress.add_task("submitting", total=len(tasks))
         for batch in batches(tasks):
             body: dict[str, Any] = {"tasks": msgspec.to_builtins(batch)}
