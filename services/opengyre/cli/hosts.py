@@ -55,7 +55,7 @@ def table(report: dict[str, Any]) -> Table:
             host["state"],
             cell.get("role") or "-",
             cell.get("wish") or "-",
-            str(host["version"]),
+            "-" if host["version"] < 0 else str(host["version"]),
             f"{host['running']}/{host['capacity']}",
             number(host["tokens_per_s"], 0),
             f"{number(host['since_s'], 1)} s",

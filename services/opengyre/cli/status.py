@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def status(
     gateway: GatewayOption = None, api_key: KeyOption = None, state_dir: StateDirOption = None, json: JsonOption = False
 ) -> None:
-    """Show services, waits, the active run, the books and the dead letters. Exit status 1 while a service is missing or not ready.
+    """Show what is missing or waited for, the run, the books, the dead letters; exit status 1 if not all is ready.
 
     Example: gyre status
     """
