@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="TOML file with the tables [run] and [tasks].")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file with the tables `run` and `tasks`.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the recipe, say what it amounts to.")] = False,
     follow: Annotated[bool, typer.Option(help="Follow the run until it is finished.")] = True,
     gateway: GatewayOption = None,
