@@ -142,6 +142,22 @@ def test_a_detached_supervisor_that_ends_is_quoted_by_its_one_sentence(tmp_path:
     assert last_words(log) == "one / two"
 
 
+def test_an_interrupted_up_says_that_the_stack_goes_on_starting(state: Path) -> None:
+    """Ctrl-C ended `gyre up --detach` without a word, and left a stack that nobody knew of."""
+    command = [*GYRE, "up", "--detach", "--hosts", "1", "--state-dir", str(state)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (state / "logs" / "nats.log").exists():  # the supervisor is at work
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "goes on starting; `gyre down` stops it\n" in said
+    assert "Traceback" not in said
+    assert gyre("down", "--state-dir", str(state)).returncode == 0
+
+
 def test_down_without_a_stack_says_so(state: Path) -> None:
     done = gyre("down", "--state-dir", str(state))
     assert done.returncode == 0

@@ -47,7 +47,9 @@ def _print(report: dict[str, Any]) -> None:
     for service in report["services"]:
         if not service["ready"]:
             why = escape(service.get("missing") or "it does not say why")
-            console.print(f"[yellow]{service['service']}[/] (process {service['pid']}) is not ready: {why}")
+            console.print(
+                f"[yellow]{service['service']}[/] (process {service['pid']}) is not ready: {why}", soft_wrap=True
+            )
     run = report["run"]
     if run is None:
         console.print("there is no run yet; `gyre run RECIPE.toml` starts one")
@@ -58,7 +60,8 @@ def _print(report: dict[str, Any]) -> None:
             f"run [bold]{spec['run']}[/] is {spec['state']}: update {progress['update']}{of}, "
             f"score {number(progress['score'])}, published version "
             f"{progress['published_version'] if progress['published_version'] is not None else '-'}, "
-            f"{report['pending_tasks']} tasks not yet admitted"
+            f"{report['pending_tasks']} tasks not yet admitted",
+            soft_wrap=True,
         )
     if report["staleness"] is not None:
         console.print(books(report["staleness"]))

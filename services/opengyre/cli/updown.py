@@ -56,11 +56,20 @@ def up(
     if stacks.owner(options.state_dir.absolute()) is None:  # else it is said below that a stack runs already
         check(options, settings)
     if detach:
-        stack = _detached(options)
+        try:
+            stack = _detached(options)
+        except KeyboardInterrupt:
+            console.print(
+                f"the stack in {options.state_dir} goes on starting; `gyre down` stops it", markup=False, soft_wrap=True
+            )
+            raise typer.Exit(130) from None
         if json:
             print(msgspec.json.encode(stack).decode())
         else:
-            console.print(f"the stack runs at [bold]{stack.gateway}[/] (API key in {options.state_dir}/{stacks.FILE})")
+            console.print(
+                f"the stack runs at [bold]{stack.gateway}[/] (API key in {options.state_dir}/{stacks.FILE})",
+                soft_wrap=True,
+            )
     else:
         asyncio.run(_foreground(options, settings))
 
@@ -78,9 +87,9 @@ def down(
     if json:
         print(msgspec.json.encode({"stopped": stopped, "leftovers": leftovers}).decode())
     elif stopped or leftovers:
-        console.print(f"the stack in {directory} is stopped")
+        console.print(f"the stack in {directory} is stopped", soft_wrap=True)
     else:
-        console.print(f"no stack runs in {directory}")
+        console.print(f"no stack runs in {directory}", soft_wrap=True)
 
 
 def stop(directory: Path) -> tuple[bool, list[str]]:
