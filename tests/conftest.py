@@ -18,8 +18,9 @@ from opengyre.shared.bus import Bus, bootstrap
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A law holds or not; how long an example takes on a shared machine says nothing about it.
-settings.register_profile("shared", deadline=None)
+# A law holds or not; how long an example takes on a shared machine says nothing about it. A failure prints its blob;
+# it is not kept on disk, since unit tests write nothing.
+settings.register_profile("shared", deadline=None, database=None, print_blob=True)
 settings.load_profile("shared")
 
 

@@ -222,6 +222,7 @@ def world(hosts: int, phi: float, mu: int, batch: int, size: int, capacity: int,
 @example(1, 0.0, 1, 6, 2, 2, 2, 1, 1, Elastic())
 @example(2, 0.5, 2, 4, 2, 2, 2, 1, 1, Elastic())
 @example(2, 0.0, 2, 2, 2, 2, 2, 6, 6, Elastic(dwell_s=0.0))
+@example(1, 0.0, 2, 2, 2, 1, 2, 1, 8, Elastic(dwell_s=0.0))  # was called back before it asked for work, for ever
 def test_every_run_comes_to_its_end(
     hosts: int, phi: float, mu: int, batch: int, size: int, capacity: int, work: int, train: int, switch: int,
     elastic: Elastic,

@@ -71,7 +71,8 @@ def _serves(cell: CellView) -> bool:
 
 
 def _idle(cell: CellView, dwell_s: float) -> bool:
-    return cell.settled and cell.state is HostState.TRAIN and cell.idle_s >= dwell_s
+    # Above 0: a cell that has just come to TRAIN has not asked for work yet, whatever the dwell time.
+    return cell.settled and cell.state is HostState.TRAIN and cell.idle_s > 0 and cell.idle_s >= dwell_s
 
 
 def needed(live: int, floor: int, cells: Sequence[CellView]) -> int:
