@@ -22,6 +22,7 @@ from opengyre.shared.bus import (
     LeaseOwner,
     NotBootstrappedError,
     Rejected,
+    RetryLater,
     RpcUnavailableError,
     TooLargeError,
     bootstrap,
@@ -185,6 +186,23 @@ async def test_a_verdict_that_cannot_be_told_ends_no_other_message(bus: Bus, mon
         return (await bus.stream_info(subjects.EPISODES)).state.messages == 1
 
     await eventually(one_is_left)
+
+
+async def test_giving_a_message_back_is_no_failure(bus: Bus) -> None:
+    stop, deliveries = asyncio.Event(), []
+
+    async def handler(_event: object, delivery) -> None:
+        deliveries.append(delivery.deliveries)
+        if len(deliveries) < 6:
+            raise RetryLater("not yet", 0.01)
+        if len(deliveries) == 6:
+            raise ValueError("the first failure")
+        stop.set()
+
+    await bus.publish(QUEUE, dispatch(1))
+    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop, max_deliver=2), 20)
+    assert deliveries == [1, 2, 3, 4, 5, 6, 7]
+    assert await read(bus, subjects.DLQ, "gyre.v1.dlq.>") == []
 
 
 async def test_garbage_becomes_a_dead_letter_and_stops_nothing(bus: Bus) -> None:

@@ -24,6 +24,20 @@ def test_the_resolved_form_holds_every_section_and_no_secret() -> None:
     assert json.loads(resolved)["bus"]["url"] == "nats://127.0.0.1:4222"
 
 
+def test_a_password_in_an_address_is_masked_in_the_resolved_form() -> None:
+    environment = {"GYRE_BUS__URL": "nats://me:verysecret@h1:4222,nats://me:verysecret@h2:4222"}
+    resolved = load(None, environment).resolved()
+    assert "verysecret" not in resolved
+    assert "@h1:4222,nats://**********@h2:4222" in resolved
+
+
+def test_an_empty_api_key_is_refused_since_it_would_let_everybody_in(tmp_path: Path) -> None:
+    file = tmp_path / "gyre.toml"
+    file.write_text('[gateway]\napi_keys = [""]\n')
+    with pytest.raises(SettingsError, match=r"gateway.api_keys.0"):
+        load(file, {})
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -205,5 +205,7 @@ async def _measure_lag() -> None:
 def _write_resolved(settings: Settings, service: str, replica: str) -> None:
     folder = settings.state_dir / "settings"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{service}.json").write_text(settings.resolved(), encoding="utf-8")
+    path = folder / f"{service}.json"
+    path.touch(mode=0o600)
+    path.write_text(settings.resolved(), encoding="utf-8")
     log.debug("settings of %s written to %s", replica, folder)

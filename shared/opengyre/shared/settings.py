@@ -5,6 +5,7 @@ resolved form beside its state (`<state_dir>/settings/<service>.json`), secrets 
 """
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,7 +68,9 @@ class LogSettings(Section):
 
 
 class GatewaySettings(Section):
-    api_keys: tuple[SecretStr, ...] = Field(default=(), description="accepted keys; none: no key is asked for")
+    api_keys: tuple[Annotated[SecretStr, Field(min_length=1)], ...] = Field(
+        default=(), description="accepted keys; none: no key is asked for"
+    )
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     max_pending_tasks: int = Field(default=100_000, ge=1, description="submitted and not yet admitted; above it, 429")
 
@@ -126,8 +129,8 @@ class Settings(Section):
     host: HostSettings = HostSettings()
 
     def resolved(self) -> str:
-        """JSON of every setting as it is in force; secrets are masked."""
-        return self.model_dump_json(indent=2)
+        """JSON of every setting as it is in force; keys, and whatever stands before an @ in an address, are masked."""
+        return re.sub(r"//[^/@\s\"]+@", "//**********@", self.model_dump_json(indent=2))
 
 
 def load(path: Path | None = None, environment: dict[str, str] | None = None) -> Settings:

@@ -14,6 +14,7 @@ Awaits: `take` is woken by a message or by its timeout; `work` by a message, a f
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Self
 
@@ -34,6 +35,8 @@ log = logging.getLogger("gyre.bus")
 
 FETCH_S = 5.0
 LARGE = 1 << 20
+HOPELESS = 10_000
+"""Deliveries after which a message is given up although no failure was seen: it ends the process that handles it."""
 
 
 class Delivery:
@@ -173,12 +176,13 @@ async def work(
     delivered again, until `max_deliver` deliveries have failed: then it is a dead letter. `room` may be given to share
     places.
     """
+    failures: Counter[int] = Counter()
     places = room or asyncio.Semaphore(concurrency)
 
     async def handle(delivery: Delivery) -> None:
         try:
             async with delivery.held(keep_every_s):
-                await _judge(delivery, handler, max_deliver)
+                await _judge(delivery, handler, max_deliver, failures)
         except (BusUnavailableError, nats.errors.Error) as error:
             # The verdict could not be told. The message comes again; others that are being handled must not suffer.
             log.warning("bus: no answer could be given for %s: %r", delivery.subject, error)
@@ -212,7 +216,10 @@ async def _acquired(places: asyncio.Semaphore, stop: asyncio.Event) -> bool:
     return True
 
 
-async def _judge(delivery: Delivery, handler: Handler, max_deliver: int) -> None:
+async def _judge(delivery: Delivery, handler: Handler, max_deliver: int, failures: Counter[int]) -> None:
+    if delivery.deliveries >= HOPELESS:
+        await delivery.reject(f"delivered {delivery.deliveries} times and never finished")
+        return
     try:
         event = await delivery.event()
         with tracing.consuming(delivery.subject, delivery.headers):
@@ -229,10 +236,13 @@ async def _judge(delivery: Delivery, handler: Handler, max_deliver: int) -> None
         log.info("bus: %s again in %.1f s: %s", delivery.subject, error.delay_s, error)
         await delivery.retry(error.delay_s)
     except Exception as error:
-        log.exception("bus: handler failed on %s (delivery %d)", delivery.subject, delivery.deliveries)
-        if delivery.deliveries >= max_deliver:
-            await delivery.reject(f"failed {delivery.deliveries} times: {error!r}")
-        else:
-            await delivery.retry(min(0.2 * 2**delivery.deliveries, 10.0))
+        failures[delivery.sequence] += 1
+        failed = failures[delivery.sequence]
+        log.exception("bus: handler failed on %s (%d times)", delivery.subject, failed)
+        if failed < max_deliver:
+            await delivery.retry(min(0.2 * 2**failed, 10.0))
+            return
+        await delivery.reject(f"failed {failed} times: {error!r}")
     else:
         await delivery.ack()
+    failures.pop(delivery.sequence, None)

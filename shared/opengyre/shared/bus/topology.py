@@ -85,7 +85,11 @@ def bucket(name: str, replicas: int, marker_s: float | None = None, max_age: flo
 
 
 def consumers() -> list[tuple[str, ConsumerConfig]]:
-    """The durable consumers. `ack_wait` survives several missed `in_progress` beats (one every 4 s)."""
+    """The durable consumers. `ack_wait` survives several missed `in_progress` beats (one every 4 s).
+
+    The server never gives a message up by itself (`max_deliver` -1): it would do so silently, and giving back a message
+    is no failure. `work` counts failures and keeps what it gives up as a dead letter.
+    """
 
     def durable(name: str, **more: Any) -> ConsumerConfig:
         return ConsumerConfig(
@@ -93,12 +97,13 @@ def consumers() -> list[tuple[str, ConsumerConfig]]:
             ack_policy=AckPolicy.EXPLICIT,
             deliver_policy=DeliverPolicy.ALL,
             ack_wait=15,
-            **{"max_deliver": 20, "max_ack_pending": 100_000, "max_waiting": 512, **more},
+            max_deliver=-1,
+            **{"max_ack_pending": 100_000, "max_waiting": 512, **more},
         )
 
     return [
-        (subjects.EPISODES, durable("rollout", max_deliver=1000)),
-        (subjects.GROUPS, durable("trainer", max_deliver=1000)),
+        (subjects.EPISODES, durable("rollout")),
+        (subjects.GROUPS, durable("trainer")),
         (subjects.TRAJ, durable("trajectory", filter_subject=subjects.traj("*", "*", "*", "ended"))),
     ]
 
