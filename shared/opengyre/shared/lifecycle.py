@@ -205,7 +205,8 @@ async def _measure_lag() -> None:
 def _write_resolved(settings: Settings, service: str, replica: str) -> None:
     folder = settings.state_dir / "settings"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{service}.json"
+    # Hosts are told apart by their settings; replicas of the others share theirs.
+    path = folder / (f"host-{settings.host.host}.json" if service == "host" else f"{service}.json")
     path.touch(mode=0o600)
     path.write_text(settings.resolved(), encoding="utf-8")
     log.debug("settings of %s written to %s", replica, folder)
