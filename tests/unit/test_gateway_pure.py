@@ -140,6 +140,14 @@ def test_waits_are_ordered_by_age_and_gauges_are_summed() -> None:
     assert gauges_of(services) == {"rollout.live_episodes": 7, "host.live_episodes": 1}
 
 
+def test_versions_of_hosts_are_not_summed() -> None:
+    hosts = [
+        ServiceStatus(service="host", replica=name, pid=1, url="", ready=True, gauges={"version": version})
+        for name, version in (("a", -1.0), ("b", 30.0), ("c", 29.0))
+    ]
+    assert gauges_of(hosts) == {"host.version": 30.0}
+
+
 def test_a_finished_run_takes_tasks_that_evaluate_it_and_a_stopped_one_none() -> None:
     run = RunSpec(run="r", model="m")
     evaluate = msgspec.structs.replace(SPEC, purpose="evaluate")

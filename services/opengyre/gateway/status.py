@@ -96,13 +96,18 @@ async def dead_letters(deps: Deps) -> DeadLetters:
 
 
 def gauges_of(services: list[ServiceStatus]) -> dict[str, float]:
-    """Sums of figures over the replicas of each service."""
-    sums: dict[str, float] = {}
+    """Sums of figures over the replicas of each service; of versions, the greatest."""
+    found: dict[str, float] = {}
     for status in services:
         for name, value in status.gauges.items():
             key = f"{status.service}.{name}"
-            sums[key] = sums.get(key, 0.0) + value
-    return sums
+            if key not in found:
+                found[key] = value
+            elif name.endswith("version"):
+                found[key] = max(found[key], value)
+            else:
+                found[key] += value
+    return found
 
 
 def waits_of(services: list[ServiceStatus]) -> tuple[ServiceWait, ...]:
