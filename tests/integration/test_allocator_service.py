@@ -1,6 +1,7 @@
 """The allocator as a process, over a real broker: boundaries, takeover, fencing, wishes."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -86,6 +87,7 @@ class Stage:
         self.ledger = Bucket(bus, subjects.KV_LEDGER, GroupEntry)
         self.desired = Bucket(bus, subjects.KV_DESIRED, DesiredRole)
         self.hosts = Bucket(bus, subjects.KV_HOSTS, HostStatus)
+        self.beats = itertools.count()
 
     async def begin(self, run: RunSpec = RUN, tasks: int = 40, **fields: Any) -> None:
         await Bucket(self.bus, subjects.KV_RUNS, RunSpec).create(run.run, run)
@@ -137,7 +139,7 @@ class Stage:
     async def host(self, name: str, state: HostState = HostState.ROLLOUT, epoch: int = 0, cell: str = "") -> None:
         status = HostStatus(
             host=name, cell=cell or f"cell_{name}", boot="b", state=state, epoch=epoch, url="http://x", engine="tiny",
-            since_s=100.0,
+            since_s=100.0 + next(self.beats),
         )  # fmt: skip
         await self.hosts.put(name, status)
 
@@ -308,7 +310,12 @@ async def test_cells_follow_work_and_a_lost_host_is_not_counted(stage: Stage, re
     await stage.host("h0", HostState.TRAIN, epoch=1)
     assert await stage.role("h1") is None, "the last cell that serves stays"
     await stage.hosts.delete("h1")
-    await eventually(lambda: sent("h0", "rollout"))
+
+    async def called_back() -> bool:
+        await stage.host("h0", HostState.TRAIN, epoch=1)  # heartbeats: it has nothing to train
+        return await sent("h0", "rollout")
+
+    await eventually(called_back, every_s=0.2)
     states = {cell.cell: cell.state for cell in (await stage.cells()).cells}
     assert states == {"cell_h0": "train"}
     roles = [s.event() for s in await read(stage.bus, subjects.DECISIONS, subjects.decision("r"))]

@@ -328,9 +328,25 @@ async def test_memory_that_is_not_freed_keeps_training_from_starting(
         await host.reach(HostState.ROLLOUT)
         await host.tell("train", 1)
         await eventually(lambda: any("memory" in wait.what for wait in host.context.waits.report()))
-        assert (await host.status()).state is HostState.DRAINING
+        await host.reach(HostState.DRAINING)
         leaky.leaks = False
         await host.reach(HostState.TRAIN)
+
+
+async def test_a_host_that_is_told_to_end_ends_although_its_memory_is_not_freed(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    class Leaky(TinyHostEngine):
+        async def sleep(self) -> None:
+            """Holds on to all it has."""
+
+    await versions.publish(0)
+    async with running(bus, tmp_path / "s", engine=Leaky(4, 1)) as host:
+        await host.reach(HostState.ROLLOUT)
+        await host.tell("train", 1)
+        await host.reach(HostState.DRAINING)
+        host.context.stopping.set()
+        await asyncio.wait_for(host.task, 5)
 
 
 async def test_a_client_that_goes_away_frees_its_place(

@@ -16,6 +16,7 @@ from opengyre.sandbox import machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InvalidRequest, OutputLimit, SandboxError, SandboxGone, Spec
 from opengyre.sandbox.manager import Manager
+from support import eventually
 
 pytestmark = [
     pytest.mark.sandbox,
@@ -228,9 +229,11 @@ async def test_bug_06_all_output_is_there_when_a_background_child_goes_on(box: B
 async def test_trap_06_timeout_kills_a_child_that_left_its_session(box: Box):
     done = await box.run("setsid sleep 61 & (setsid env -i /bin/sleep 62 &) ; yes > /dev/null", timeout_s=0.5)
     assert (done.exit_code, done.timed_out, done.killed_by) == (None, True, "timeout")
-    assert marked(box.backend) == [box.backend.marker("s")]
+    await eventually(
+        lambda: marked(box.backend) == [box.backend.marker("s")]
+    )  # its monitor ends just after it answered
     first = box.backend._live["s"].pid
-    assert content(f"/proc/{first}/task/{first}/children") == b""
+    await eventually(lambda: content(f"/proc/{first}/task/{first}/children") == b"")
 
 
 async def test_trap_10_a_long_command_is_no_argument(box: Box):

@@ -325,6 +325,9 @@ class Host:
                 drained = await drain(self._engine, self._door, self._grace_s)
         except (MemoryNotFreedError, EngineError) as error:
             log.error("drain: %s", error)  # noqa: TRY400 - a known fault; its sentence says all
+            if self._context.stopping.is_set():
+                self._event(Signal.DRAINED, f"the process ends, and its memory with it: {error}")
+                return
             with self._context.waits.on(f"the engine to give its memory back: {error}", 1.0):
                 await self._context.pause(1.0)
             return
