@@ -6,6 +6,7 @@ import signal
 
 import msgspec
 import pytest
+from nats.js.kv import KeyValue
 
 from opengyre.proto import subjects
 from opengyre.proto.episode import EpisodeDispatch
@@ -235,6 +236,32 @@ async def test_binding_before_the_bootstrap_says_so(nats_server) -> None:
                 pass
         with pytest.raises(NotBootstrappedError, match="bootstrap"):
             await Bucket(early, subjects.KV_RUNS, LeaseOwner).put("k", LeaseOwner("a"))
+
+
+async def test_a_mirror_is_whole_although_the_clients_mark_comes_first(bus: Bus, monkeypatch) -> None:
+    """Seen under load: the client marks a watch as complete before it has given the first entry."""
+    bucket = Bucket(bus, subjects.KV_RUNS, LeaseOwner)
+    for number in range(50):
+        await bucket.put(f"k{number}", LeaseOwner(str(number)))
+    watch = KeyValue.watchall
+
+    async def marked_first(self: KeyValue, **options: object) -> KeyValue.KeyWatcher:
+        early = KeyValue.KeyWatcher(self)
+        early._updates.put_nowait(None)
+        real = await watch(self, **options)
+
+        async def forward() -> None:
+            await asyncio.sleep(0.05)
+            async for entry in real:
+                await early._updates.put(entry)
+
+        early._sub = real._sub
+        early._forward = asyncio.create_task(forward())  # type: ignore[attr-defined]
+        return early
+
+    monkeypatch.setattr(KeyValue, "watchall", marked_first)
+    async with bucket.view() as view:
+        assert len(view.values) == 50
 
 
 async def test_a_call_that_nobody_answers_ends_within_its_patience(bus: Bus) -> None:

@@ -173,7 +173,10 @@ class View(Generic[T]):
         watcher = await promptly(kv.watchall(inactive_threshold=60))
         try:
             found: set[str] = set()
-            filling = True
+            # The client's own mark of completeness is not heeded: under load it comes before the first entry.
+            filling = not await self._empty()
+            if not filling:
+                await self._complete(found)
             quiet = 0.0
             while generation == self._bus.generation and quiet < 10:
                 try:
@@ -182,25 +185,36 @@ class View(Generic[T]):
                         entry = await anext(watcher)
                 except TimeoutError:
                     quiet += 0.5
+                    if filling:
+                        filling = False
+                        await self._complete(found)
+                    continue
+                if not isinstance(entry, KeyValue.Entry):
                     continue
                 quiet = 0.0
-                if entry is None:
-                    filling = False
-                    for key in set(self.values) - found:
-                        # A key that is written while its watcher is made may come after the mark of completeness.
-                        last = await self._bus.last(f"$KV.{self._name}.{key}", f"KV_{self._name}")
-                        if last is None or is_gone(last):
-                            self._drop(key)
-                    self.filled.set()
-                    self._notify()
-                elif isinstance(entry, KeyValue.Entry):
-                    self._take(entry)
-                    if filling and entry.key in self.values:
+                self._take(entry)
+                if filling:
+                    if entry.key in self.values and entry.operation not in GONE:
                         found.add(entry.key)
+                    if not entry.delta:  # nothing was pending behind it
+                        filling = False
+                        await self._complete(found)
         finally:
             with contextlib.suppress(nats.errors.Error, TimeoutError):
                 async with asyncio.timeout(2):
                     await promptly(watcher.stop())
+
+    async def _empty(self) -> bool:
+        return (await self._bus.stream_info(f"KV_{self._name}")).state.messages == 0
+
+    async def _complete(self, found: set[str]) -> None:
+        """All that there is was seen: forget the keys that were not, unless they were written meanwhile."""
+        for key in set(self.values) - found:
+            last = await self._bus.last(f"$KV.{self._name}.{key}", f"KV_{self._name}")
+            if last is None or is_gone(last):
+                self._drop(key)
+        self.filled.set()
+        self._notify()
 
     def _take(self, entry: KeyValue.Entry) -> None:
         if entry.operation in GONE:
