@@ -44,7 +44,7 @@ class UndecodableError(ValueError):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(AnyEvent)  # type: ignore[arg-type]
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(AnyEvent)  # type: ignore[arg-type] - a union
 
 
 def encode(event: Event) -> bytes:

@@ -19,25 +19,25 @@ class SandboxError(Exception):
     kind: ErrorKind = "infra_error"
 
 
-class SandboxGone(SandboxError):  # noqa: N818 - the vocabulary of the service
+class SandboxGone(SandboxError):
     """It never was, was destroyed, or its lease ran out."""
 
     kind = "sandbox_gone"
 
 
-class SandboxBusy(SandboxError):  # noqa: N818
+class SandboxBusy(SandboxError):
     """What was asked for cannot be done beside what runs now."""
 
     kind = "sandbox_busy"
 
 
-class ExecTimeout(SandboxError):  # noqa: N818
+class ExecTimeout(SandboxError):
     """The provider did not answer in its bound; the outcome is not known."""
 
     kind = "exec_timeout"
 
 
-class OutputLimit(SandboxError):  # noqa: N818
+class OutputLimit(SandboxError):
     """A file is larger than the caller allowed."""
 
     kind = "output_limit"
@@ -53,7 +53,7 @@ class CannotIsolateError(InfraError):
     """This machine allows no sandbox; the sentence says why."""
 
 
-class InvalidRequest(SandboxError):  # noqa: N818
+class InvalidRequest(SandboxError):
     """A field has a value that is not allowed."""
 
     kind = "invalid_request"

@@ -69,7 +69,7 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
         raise CreateError(f"the namespace for the sandbox's users could not be made: {_log(folder)}")
     if request["base"] is not None:
         for name in ("uid_map", "gid_map"):
-            with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:  # noqa: PTH123
+            with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:
                 file.write(f"0 {request['base']} {IDS}\n")
     os.write(go_write, b"g")
     info = _read_until(info_read, b"}", deadline)
@@ -92,20 +92,20 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
 def _spare(pid: int) -> None:
     """Let the kernel take anything else first when memory ends; only root may."""
     try:
-        with open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
             file.write("-999")
     except PermissionError:
         return
 
 
 def _record(folder: str, name: str, value: dict) -> None:
-    with open(f"{folder}/{name}.tmp", "w", encoding="utf-8") as file:  # noqa: PTH123
+    with open(f"{folder}/{name}.tmp", "w", encoding="utf-8") as file:
         json.dump(value, file)
-    os.rename(f"{folder}/{name}.tmp", f"{folder}/{name}")  # noqa: PTH104
+    os.rename(f"{folder}/{name}.tmp", f"{folder}/{name}")
 
 
 def _log(folder: str) -> str:
-    with open(f"{folder}/bwrap.log", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+    with open(f"{folder}/bwrap.log", encoding="utf-8", errors="replace") as file:
         return file.read(500).strip() or "it said nothing"
 
 
@@ -131,7 +131,7 @@ def _wait_ready(pid: int, started: int, folder: str, deadline: float) -> None:
     while time.monotonic() < deadline:
         if kernel.start_time(pid) != started:
             raise CreateError(f"bubblewrap could not set the sandbox up: {_log(folder)}")
-        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
             if file.read(len(FIRST)) == FIRST:
                 return
         time.sleep(0.0005)
@@ -145,7 +145,7 @@ def _become_bwrap(request: dict, go: int, born: int, info: int, log: int) -> Non
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         os.setsid()
         for path in request["cgroups"]:
-            with open(path, "w", encoding="ascii") as file:  # noqa: PTH123
+            with open(path, "w", encoding="ascii") as file:
                 file.write("0")
         binary = os.open(request["bwrap"], os.O_RDONLY | os.O_CLOEXEC)
         os.dup2(log, 2)
@@ -159,7 +159,7 @@ def _become_bwrap(request: dict, go: int, born: int, info: int, log: int) -> Non
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
             # No user namespaces of its own: they would give a payload capabilities to try the kernel with.
-            with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:  # noqa: PTH123
+            with open("/proc/sys/user/max_user_namespaces", "w", encoding="ascii") as file:
                 file.write("0")
         null = os.open("/dev/null", os.O_RDONLY)
         high = [os.dup(fd) if fd < 10 else fd for fd in (null, info, binary)]

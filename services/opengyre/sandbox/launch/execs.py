@@ -48,7 +48,7 @@ class Start:
 
 
 def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return file.read()
 
 
@@ -59,7 +59,7 @@ def claim(folder: str, digest: str) -> int | None:
     """
     with contextlib.suppress(FileExistsError):
         # Not with its parents: where those are gone, so is the sandbox, though one of the same id may be there again.
-        os.mkdir(folder, mode=0o700)  # noqa: PTH102
+        os.mkdir(folder, mode=0o700)
     where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     mine = f"claim.{os.getpid()}"
     text = json.dumps({"pid": os.getpid(), "started": kernel.start_time(os.getpid()), "digest": digest})
@@ -126,7 +126,7 @@ def _run(start: Start, spools: list[int], began: float, answer: dict) -> None:
     if leader == 0:
         _lead(start, spools, joins, report)
     os.close(report)
-    with open(failed, "rb") as pipe:  # noqa: PTH123
+    with open(failed, "rb") as pipe:
         reason = pipe.read()  # ends when the leader has become the shell
     if reason:
         os.waitpid(leader, 0)

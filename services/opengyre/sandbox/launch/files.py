@@ -61,7 +61,7 @@ def inside(place: Place, work: Callable[[], None], *, own: bool = False) -> None
         finally:
             os._exit(0)
     os.close(answer_write)
-    with open(answer_read, "rb") as pipe:  # noqa: PTH123
+    with open(answer_read, "rb") as pipe:
         answer = pipe.read()
     status = kernel.wait_status(child)
     if answer:
@@ -75,7 +75,7 @@ def write_inside(place: Place, spec: str | None, *, own: bool) -> None:
     """Give the writable folders to the sandbox's user and write the files that the JSON file ``spec`` maps."""
     files: dict[str, str] = {}
     if spec is not None:
-        with open(spec, encoding="utf-8") as file:  # noqa: PTH123
+        with open(spec, encoding="utf-8") as file:
             files = json.load(file)
 
     def work() -> None:
@@ -89,9 +89,9 @@ def write_inside(place: Place, spec: str | None, *, own: bool) -> None:
 def write(path: str, data: bytes, mode: int) -> None:
     """Write a regular file, making its folders."""
     try:
-        folder = os.path.dirname(path)  # noqa: PTH120
+        folder = os.path.dirname(path)
         if folder:
-            os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+            os.makedirs(folder, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -85,7 +85,7 @@ def start_time(pid: int) -> int | None:
     A sandbox's first process ends its others before it is gone itself: whoever sees those die must see it as ended.
     """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is not imported in the launcher
+        with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

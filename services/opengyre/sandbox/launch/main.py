@@ -35,7 +35,7 @@ def _create(request: dict, answer) -> None:
 
 
 def _write(request: dict, answer) -> None:
-    with open(request["source"], "rb") as file:  # noqa: PTH123
+    with open(request["source"], "rb") as file:
         data = file.read()
 
     def work() -> None:

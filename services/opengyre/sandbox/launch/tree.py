@@ -49,7 +49,7 @@ def read_table(variable: str = MARKER) -> list[Process]:
     """All processes that this process sees, but itself and the dead; the marker is the value of ``variable``."""
     rows = []
     own = os.getpid()
-    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not imported in the launcher
+    for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == own:
             continue
         try:
@@ -67,7 +67,7 @@ def read_table(variable: str = MARKER) -> list[Process]:
 
 def _proc(pid: str, name: str) -> bytes:
     try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read(1 << 16)
     except PermissionError:
         return b""
