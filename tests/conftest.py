@@ -18,6 +18,10 @@ from opengyre.shared.bus import Bus, bootstrap
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell starts its background jobs with SIGINT ignored, and so would be every program that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A law holds or not; how long an example takes on a shared machine says nothing about it. A failure prints its blob;
 # it is not kept on disk, since unit tests write nothing.
 settings.register_profile("shared", deadline=None, database=None, print_blob=True)
