@@ -23,6 +23,8 @@ class CellView(Record, frozen=True, kw_only=True):
     """What it was last told to be; none if it was told nothing yet."""
     idle_s: float = 0.0
     """How long it has been in the TRAIN state with nothing to train."""
+    held_tokens: int = 0
+    """Tokens of the calls in flight: what moving them would compute again."""
 
 
 class PolicyInput(Record, frozen=True, kw_only=True):
@@ -30,11 +32,18 @@ class PolicyInput(Record, frozen=True, kw_only=True):
 
     cells: tuple[CellView, ...]
     live_executions: int
-    ready_groups: int
-    """Finished groups that wait to be trained: those that no contribution to an update holds yet."""
+    ready_groups: float
+    """Finished groups that the trainer may take now and that no contribution to an update holds yet; executions that
+    trained without the rest of their group count as parts of one."""
     dispatch: Dispatch
     elastic: Elastic
     finished: bool = False
+    demand_calls: float | None = None
+    """What the live executions need of the engines now and soon, in calls in flight. None: one call each."""
+    switch_s: float | None = None
+    """Measured mean duration of a role switch. None: none was measured, nor is one set."""
+    train_s: float | None = None
+    """Measured: how long one cell trains a group. None: not yet."""
 
 
 class RoleChange(Record, frozen=True, kw_only=True):
@@ -57,6 +66,8 @@ class Decision(Event, frozen=True, kw_only=True, tag="decision.v1"):
     unconsumed: int | None = None
     """Groups that were unconsumed before an admission."""
     note: str = ""
+    suspends: bool = False
+    """After it no cell serves although executions are live: their calls are parked and the episodes SUSPENDED."""
 
     def event_id(self) -> str:
         return f"decision-{self.run}-{self.decision}"

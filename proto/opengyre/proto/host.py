@@ -69,6 +69,8 @@ class HostStatus(Record, frozen=True, kw_only=True):
     """Calls it serves at full speed."""
     running: int = 0
     """Calls in flight."""
+    held_tokens: int = 0
+    """Prompts and completions of the calls in flight, in tokens."""
     tokens_per_s: float = 0.0
     memory_bytes: int = 0
     """Measured, of the engine (weights and keys/values)."""

@@ -18,6 +18,27 @@ class Dispatch(Record, frozen=True, kw_only=True):
     """G: executions in a group; at least 2 for group-relative advantages."""
     min_members: int = 2
     """A group with fewer scored members leaves training."""
+    close_at: int | None = None
+    """Scored members at which a group closes: its baseline and scale are frozen, it trains, and each later member
+    trains late, with its own staleness. None: all of them (the paper)."""
+    deadline_s: float | None = None
+    """After so long a group closes as soon as `min_members` have a score. None: never."""
+    continuous: int | None = None
+    """Q_c: keep so many groups unfinished, whatever the boundary says. None: boundary dispatch."""
+    d_max: int | None = None
+    """Hard bound of staleness, in updates. None: none."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """How `d_max` is kept: admission is paced so that no group can exceed it, or what exceeds it is dropped."""
+
+    @property
+    def closes_at(self) -> int:
+        """`close_at`, where None is the whole group."""
+        return self.group_size if self.close_at is None else self.close_at
+
+    @property
+    def update_executions(self) -> int:
+        """B * G: what an update holds."""
+        return self.batch_groups * self.group_size
 
 
 class Harness(Record, frozen=True, kw_only=True):
@@ -53,16 +74,34 @@ class Optimization(Record, frozen=True, kw_only=True):
 
 
 class Elastic(Record, frozen=True, kw_only=True):
-    """Which cells serve and which train."""
+    """Which cells serve and which train (design section 4; the allocations of the paper's Table 1)."""
 
-    policy: Literal["fine", "static"] = "fine"
-    """`fine`: cells switch one by one on demand; `static`: `train_cells` train, the others serve."""
+    policy: Literal["fine", "static", "global", "coarse"] = "fine"
+    """`fine`: cells switch one by one on demand. `static` (Async): `train_cells` train, the others serve. `global`
+    (Colocate): all cells train once a burst is complete, and serve again once it is trained. `coarse`: the same, but
+    `standalone_cells` always serve."""
+    stream: bool = True
+    """Groups are trained as they are ready; without it, once all groups of a burst are."""
     train_cells: int = 1
     """Of the `static` policy."""
+    standalone_cells: int = 0
+    """Of the `coarse` policy: cells that never train."""
     min_rollout_cells: int = 0
     """Floor of cells in the rollout role while episodes are live."""
+    max_rollout_cells: int | None = None
+    """Ceiling of cells in the rollout role; the others train or wait to."""
+    min_train_cells: int = 0
+    """Floor of cells in the train role."""
+    max_train_cells: int | None = None
+    """Ceiling of cells in the train role."""
     dwell_s: float = 0.5
     """A cell keeps a role at least this long (hysteresis)."""
+    gate: float = 2.0
+    """A cell is sent to train only for work of so many switch times at least; 0: always."""
+    switch_s: float | None = None
+    """Duration of a switch until one is measured. None: not known, and the gate stands open until then."""
+    grain: int | None = None
+    """Executions that a cell trains at a time. None: a group."""
 
 
 class RunSpec(Record, frozen=True, kw_only=True):
@@ -82,6 +121,10 @@ class RunSpec(Record, frozen=True, kw_only=True):
 
 class InvalidRunError(ValueError):
     """A run's setting is out of its allowed range; the message names the field and the range."""
+
+
+def _optional(name: str, value: float | None, low: float, high: float) -> tuple[tuple[str, float, float, float], ...]:
+    return () if value is None else ((name, value, low, high),)
 
 
 def validate(spec: RunSpec) -> RunSpec:
@@ -107,7 +150,18 @@ def validate(spec: RunSpec) -> RunSpec:
         ("optimization.gradient_clip_norm", o.gradient_clip_norm, 1e-6, 1e6),
         ("elastic.train_cells", e.train_cells, 1, 10_000),
         ("elastic.min_rollout_cells", e.min_rollout_cells, 0, 10_000),
+        ("elastic.standalone_cells", e.standalone_cells, 0, 10_000),
+        ("elastic.min_train_cells", e.min_train_cells, 0, 10_000),
         ("elastic.dwell_s", e.dwell_s, 0, 86_400),
+        ("elastic.gate", e.gate, 0, 1_000),
+        *_optional("dispatch.close_at", d.close_at, d.min_members, d.group_size),
+        *_optional("dispatch.deadline_s", d.deadline_s, 0.1, 31_536_000),
+        *_optional("dispatch.continuous", d.continuous, 1, 1_000_000),
+        *_optional("dispatch.d_max", d.d_max, 0, 10_000),
+        *_optional("elastic.max_rollout_cells", e.max_rollout_cells, max(1, e.min_rollout_cells), 10_000),
+        *_optional("elastic.max_train_cells", e.max_train_cells, max(1, e.min_train_cells), 10_000),
+        *_optional("elastic.switch_s", e.switch_s, 0, 86_400),
+        *_optional("elastic.grain", e.grain, 1, d.group_size),
         ("updates", spec.updates if spec.updates is not None else 1, 1, 10_000_000),
     )
     for name, value, low, high in ranges:

@@ -32,6 +32,10 @@ class UpdateStats(Record, frozen=True, kw_only=True):
     logprob_gap_tokens: int = 0
     score_sum: float = 0.0
     zero_variance_groups: int = 0
+    busy_s: float = 0.0
+    """Seconds that cells spent on it, without waiting."""
+    token_staleness_sum: int = 0
+    """Sum over trained tokens of the base version minus the version that sampled it."""
 
 
 class UpdateEvent(Event, frozen=True, kw_only=True):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from opengyre.allocator.errors import DeposedError
-from opengyre.allocator.ledger import Ledger, report
 from opengyre.allocator.term import Term
+from opengyre.elastic.ledger import Ledger, report
 from opengyre.proto import subjects
 from opengyre.proto.decision import CellsReport, StalenessReport, StalenessRequest, WishReply, WishRequest
 from opengyre.proto.service import Empty

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from prometheus_client import Counter, Gauge
 
 from opengyre.allocator.cells import Cell
-from opengyre.allocator.ledger import predicted
-from opengyre.allocator.progress import Progress
+from opengyre.elastic.ledger import predicted
+from opengyre.elastic.progress import Progress
 from opengyre.proto.host import HostState
 from opengyre.shared.lifecycle import Context
 

@@ -18,8 +18,8 @@ import msgspec
 
 from opengyre.allocator import admission
 from opengyre.allocator.errors import DeposedError
-from opengyre.allocator.progress import Progress
 from opengyre.allocator.together import together
+from opengyre.elastic.progress import Progress
 from opengyre.proto import subjects
 from opengyre.proto.decision import Decision, GroupEntry
 from opengyre.proto.task import TaskSpec

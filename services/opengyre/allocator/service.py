@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute
 from opengyre.allocator import figures
 from opengyre.allocator.answers import Answers
 from opengyre.allocator.errors import DeposedError
-from opengyre.allocator.ledger import LawBrokenError
 from opengyre.allocator.term import Term
+from opengyre.elastic.ledger import LawBrokenError
 from opengyre.proto import subjects
 from opengyre.proto.host import DesiredRole, HostStatus
 from opengyre.proto.run import RunSpec

@@ -21,10 +21,10 @@ from opengyre.allocator.choose import current
 from opengyre.allocator.errors import DeposedError
 from opengyre.allocator.feed import Feed
 from opengyre.allocator.levels import Levels, Snapshot
-from opengyre.allocator.policy import decide
-from opengyre.allocator.progress import Progress
 from opengyre.allocator.records import Decisions, Records
 from opengyre.allocator.standing import Standing
+from opengyre.elastic.policy import decide
+from opengyre.elastic.progress import Progress
 from opengyre.proto.base import Event
 from opengyre.proto.decision import GroupEntry, PolicyInput, RoleChange
 from opengyre.proto.host import DesiredRole, HostStatus

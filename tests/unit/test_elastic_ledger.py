@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opengyre.allocator.admission import TaskQueue, dispatches, made_of, new_entry, room, seed_of
-from opengyre.allocator.ledger import LawBrokenError, Ledger, predicted, report
-from opengyre.allocator.progress import Progress
+from opengyre.elastic.admission import TaskQueue, dispatches, made_of, new_entry, room, seed_of
+from opengyre.elastic.ledger import LawBrokenError, Ledger, predicted, report
+from opengyre.elastic.progress import Progress
 from opengyre.proto.base import Event
 from opengyre.proto.run import Dispatch, RunSpec
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskSpec, TaskSubmitted

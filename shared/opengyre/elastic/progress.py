@@ -8,8 +8,8 @@ contributions to the old one.
 
 from collections.abc import Iterable
 
-from opengyre.allocator.admission import TaskQueue, made_of, room
-from opengyre.allocator.ledger import Ledger, consumed, scored
+from opengyre.elastic.admission import TaskQueue, made_of, room
+from opengyre.elastic.ledger import Ledger, consumed, scored
 from opengyre.proto.base import Event
 from opengyre.proto.decision import CellView, GroupEntry, PolicyInput
 from opengyre.proto.run import RunSpec

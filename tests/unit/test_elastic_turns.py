@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from opengyre.allocator.admission import new_entry
 from opengyre.allocator.cells import Clocks, gather
-from opengyre.allocator.policy import decide
-from opengyre.allocator.progress import Progress
+from opengyre.elastic.admission import new_entry
+from opengyre.elastic.policy import decide
+from opengyre.elastic.progress import Progress
 from opengyre.proto.host import DesiredRole, HostState, HostStatus
 from opengyre.proto.run import Dispatch, Elastic, RunSpec
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskSpec, TaskSubmitted

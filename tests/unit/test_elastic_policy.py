@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opengyre.allocator.policy import LATE_S, decide, needed, target
+from opengyre.elastic.policy import LATE_S, decide, needed, target
 from opengyre.proto.decision import CellView, PolicyInput
 from opengyre.proto.host import HostState
 from opengyre.proto.run import Dispatch, Elastic
