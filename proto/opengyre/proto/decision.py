@@ -15,7 +15,8 @@ class CellView(Record, frozen=True, kw_only=True):
     settled: bool
     """Every host of it has obeyed the last command."""
     since_s: float
-    capacity: int
+    capacity: float
+    """Calls that it serves at full speed."""
     running: int
     wish: Role | None = None
     """An operator's wish, which the policy obeys."""
@@ -46,6 +47,33 @@ class PolicyInput(Record, frozen=True, kw_only=True):
     """Measured: how long one cell trains a group. None: not yet."""
 
 
+class AdmissionInput(Record, frozen=True, kw_only=True):
+    """All that an admission was decided on."""
+
+    dispatch: Dispatch
+    updates: int | None
+    """Of the run; it takes no more groups than they hold."""
+    state: str
+    """Of the run."""
+    finished: bool
+    """Its last update is committed."""
+    published: int
+    kept_executions: int
+    """Executions of train groups that updates have taken or will take."""
+    unconsumed_executions: int
+    """Of these, those that no committed update has taken."""
+    live_groups: int = 0
+    """Train groups that are unfinished; `continuous` counts them."""
+    oldest_version: int | None = None
+    """`v_d` of the oldest train group that is unconsumed; `d_max` counts from it."""
+    waiting: int
+    """Train groups that could be made of the tasks that wait."""
+    most: int
+    """Groups of one admission."""
+    evaluating: int = 0
+    """Groups of this admission that evaluate; they are no part of the depth."""
+
+
 class RoleChange(Record, frozen=True, kw_only=True):
     cell: str
     role: Role
@@ -59,6 +87,10 @@ class Decision(Event, frozen=True, kw_only=True, tag="decision.v1"):
     """Identifier: `<leader's fencing token>-<number>`."""
     kind: Literal["roles", "admission", "wish"]
     input: PolicyInput | None = None
+    """Of `roles`."""
+    admission: AdmissionInput | None = None
+    """Of `admission`; none where a leader finishes what a former one began."""
+    wish: Literal["drain", "resume", "cordon"] | None = None
     changes: tuple[RoleChange, ...] = ()
     admitted: tuple[str, ...] = ()
     version: int | None = None

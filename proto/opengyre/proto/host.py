@@ -65,7 +65,7 @@ class HostStatus(Record, frozen=True, kw_only=True):
     run: str | None = None
     version: int = -1
     """Version the engine serves; -1 before the first."""
-    capacity: int = 32
+    capacity: float = 32
     """Calls it serves at full speed."""
     running: int = 0
     """Calls in flight."""

@@ -21,7 +21,7 @@ from opengyre.allocator.errors import DeposedError
 from opengyre.allocator.together import together
 from opengyre.elastic.progress import Progress
 from opengyre.proto import subjects
-from opengyre.proto.decision import Decision, GroupEntry
+from opengyre.proto.decision import AdmissionInput, Decision, GroupEntry
 from opengyre.proto.task import TaskSpec
 from opengyre.shared.bus import Bucket, Bus, ConflictError
 
@@ -80,9 +80,10 @@ class Records:
         except ConflictError as error:
             raise DeposedError(f"the ledger's entry of {entry.group} was changed by another") from error
 
-    async def admit(self, progress: Progress, tasks: Sequence[TaskSpec]) -> None:
-        """Make one group of each of `tasks`. Raises `DeposedError`."""
+    async def admit(self, progress: Progress, tasks: Sequence[TaskSpec], most: int) -> None:
+        """Make one group of each of `tasks`, of which `most` may train. Raises `DeposedError`."""
         made: list[tuple[GroupEntry, TaskSpec]] = []
+        given = _given(progress, tasks, most)
         before = progress.ledger.unconsumed
         for task in tasks:
             entry = admission.new_entry(progress.spec, task, progress.ledger.next_sequence, progress.published)
@@ -92,7 +93,7 @@ class Records:
                 raise DeposedError(f"group {entry.group} was admitted by another") from error
             progress.adopt(entry)
             made.append((entry, task))
-        await self._dispatch(progress, made, before, "")
+        await self._dispatch(progress, made, before, "", given)
         self.admitted += len(made)
 
     async def finish(self, progress: Progress) -> None:
@@ -111,7 +112,12 @@ class Records:
         progress.queue.forget_made()
 
     async def _dispatch(
-        self, progress: Progress, made: Sequence[tuple[GroupEntry, TaskSpec]], before: int, note: str
+        self,
+        progress: Progress,
+        made: Sequence[tuple[GroupEntry, TaskSpec]],
+        before: int,
+        note: str,
+        given: AdmissionInput | None = None,
     ) -> None:
         run = progress.spec.run
         subject = subjects.episode_dispatch(run)
@@ -128,8 +134,27 @@ class Records:
         await self._decisions.publish(
             run,
             "admission",
+            admission=given,
             admitted=tuple(entry.group for entry in marked),
             version=progress.published,
             unconsumed=before,
             note=note,
         )
+
+
+def _given(progress: Progress, tasks: Sequence[TaskSpec], most: int) -> AdmissionInput:
+    """What the admission of `tasks`, which were taken from the queue just now, is decided on."""
+    spec, ledger = progress.spec, progress.ledger
+    training = sum(task.purpose == "train" for task in tasks)
+    return AdmissionInput(
+        dispatch=spec.dispatch,
+        updates=spec.updates,
+        state=spec.state,
+        finished=progress.run_finished,
+        published=progress.published,
+        kept_executions=ledger.kept * spec.dispatch.group_size,
+        unconsumed_executions=ledger.unconsumed * spec.dispatch.group_size,
+        waiting=progress.queue.waiting("train") + training,
+        most=most,
+        evaluating=len(tasks) - training,
+    )

@@ -23,7 +23,7 @@ from opengyre.allocator.feed import Feed
 from opengyre.allocator.levels import Levels, Snapshot
 from opengyre.allocator.records import Decisions, Records
 from opengyre.allocator.standing import Standing
-from opengyre.elastic.policy import decide
+from opengyre.elastic.policy import decide, suspends
 from opengyre.elastic.progress import Progress
 from opengyre.proto.base import Event
 from opengyre.proto.decision import GroupEntry, PolicyInput, RoleChange
@@ -178,7 +178,7 @@ class Term:
         tasks = queue.take("evaluate", MOST_AT_ONCE)
         tasks += queue.take("train", min(progress.room, MOST_AT_ONCE))
         if tasks:
-            await self._records.admit(progress, tasks)
+            await self._records.admit(progress, tasks, MOST_AT_ONCE)
             self._wake.set()
 
     async def _decide_roles(self, progress: Progress | None) -> None:
@@ -194,7 +194,9 @@ class Term:
             changes = decide(given)
             if changes:
                 run = progress.spec.run if progress else "none"
-                decision = await self.decisions.publish(run, "roles", input=given, changes=changes)
+                decision = await self.decisions.publish(
+                    run, "roles", input=given, changes=changes, suspends=suspends(given, changes)
+                )
                 for change in changes:
                     cell = cells[change.cell]
                     log.info("cell %s to %s: %s", change.cell, change.role, change.reason)
@@ -223,7 +225,7 @@ class Term:
                 run = self.progress.spec.run if self.progress else "none"
                 reason = f"an operator's wish: {wish}"
                 change = RoleChange(cell=name, role=role, reason=reason)
-                decision = await self.decisions.publish(run, "wish", changes=(change,), note=reason)
+                decision = await self.decisions.publish(run, "wish", wish=wish, changes=(change,), note=reason)
                 await self._levels.command(seen, cell, role, reason, decision, wanted)
                 self._wake.set()
             return cell

@@ -14,8 +14,7 @@ Invariants:
   and never waits for groups that only it could make.
 - Nothing ready and nothing missing: every cell stays where it is. A plan moves the fewest cells.
 - A cell goes to train only where its share of the waiting work is worth `gate` switches; one that has to train does.
-- A cell on its way (STARTING, JOINING, LEAVING_TRAIN) counts as serving, for `LATE_S` at most; then it is late, and
-  not counted.
+- A cell on its way (STARTING, JOINING, LEAVING_TRAIN) counts as serving, until it is late; then it is not counted.
 """
 
 import math
@@ -25,7 +24,8 @@ from opengyre.proto.decision import CellView, PolicyInput, RoleChange
 from opengyre.proto.host import HostState, Role
 
 LATE_S = 60.0
-"""A cell that has not arrived where it was sent after so long is not counted on."""
+LATE_SWITCHES = 4
+"""A cell that has not arrived where it was sent after `LATE_S`, or so many switch times, is not counted on."""
 
 _ROLE_OF: dict[HostState, Role] = {
     HostState.STARTING: "rollout",
@@ -55,7 +55,8 @@ def decide(given: PolicyInput) -> tuple[RoleChange, ...]:
         for cell in given.cells
         if cell.wish is None and target(cell) == "cordoned"
     ]
-    free = [cell for cell in given.cells if cell.wish is None and target(cell) != "cordoned" and not _late(cell)]
+    late_s = max(LATE_S, LATE_SWITCHES * (given.switch_s or 0))
+    free = [c for c in given.cells if c.wish is None and target(c) != "cordoned" and not _late(c, late_s)]
     # Under `static` too, a lone cell has to alternate.
     rule = _RULES[given.elastic.policy] if len(free) > 1 else _fine
     return (*wished, *released, *rule(given, free))
@@ -69,8 +70,8 @@ def suspends(given: PolicyInput, changes: Iterable[RoleChange]) -> bool:
     return all(after.get(cell.cell, target(cell)) != "rollout" for cell in given.cells)
 
 
-def _late(cell: CellView) -> bool:
-    return cell.since_s > LATE_S and _in_transit(cell)
+def _late(cell: CellView, late_s: float) -> bool:
+    return cell.since_s > late_s and _in_transit(cell)
 
 
 def _in_transit(cell: CellView) -> bool:
