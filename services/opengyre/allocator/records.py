@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from opengyre.allocator import admission
 from opengyre.allocator.errors import DeposedError
 from opengyre.allocator.together import together
+from opengyre.elastic import admission
 from opengyre.elastic.progress import Progress
 from opengyre.proto import subjects
 from opengyre.proto.decision import AdmissionInput, Decision, GroupEntry
