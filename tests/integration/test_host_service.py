@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from opengyre.host.drain import held
-from opengyre.host.engine import TinyHostEngine
 from opengyre.host.service import EngineFailedError, Host
+from opengyre.host.tiny import TinyHostEngine
 from opengyre.proto import subjects
 from opengyre.proto.host import DesiredRole, HostState, HostStateChanged, HostStatus
 from opengyre.proto.run import RunSpec

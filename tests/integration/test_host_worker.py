@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from opengyre.host.gradients import items_of
+from opengyre.host.gradients import TorchLearner, items_of
 from opengyre.host.worker import Worker
 from opengyre.learn.codec import unflatten
 from opengyre.learn.gradient import accumulate, zero_gradients
@@ -115,7 +115,7 @@ async def context(bus: Bus, tmp_path: Path) -> AsyncIterator[Context]:
 
 @contextlib.asynccontextmanager
 async def training(context: Context) -> AsyncIterator[tuple[Worker, asyncio.Event]]:
-    worker, leave = Worker(context, "host0", "boot", 1), asyncio.Event()
+    worker, leave = Worker(context, "host0", "boot", TorchLearner(1)), asyncio.Event()
     task = asyncio.create_task(worker.train(leave))
     try:
         yield worker, leave
@@ -160,7 +160,7 @@ async def test_a_cell_that_leaves_finishes_its_group_and_hands_over(bus: Bus, co
         # `training` closed the worker, so what it held is gone: a second one leaves in the proper order.
         assert trainer.taken == []
         trainer.work.append(group(1))
-        worker, leave = Worker(context, "host0", "boot", 1), asyncio.Event()
+        worker, leave = Worker(context, "host0", "boot", TorchLearner(1)), asyncio.Event()
         task = asyncio.create_task(worker.train(leave))
         await eventually(lambda: trainer.leased == ["r-g000000", "r-g000001"])
         leave.set()
@@ -227,7 +227,7 @@ async def test_a_group_that_cannot_be_trained_is_left_out_and_named(bus: Bus, co
 
 
 async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Context) -> None:
-    worker, leave = Worker(context, "host0", "boot", 1), asyncio.Event()
+    worker, leave = Worker(context, "host0", "boot", TorchLearner(1)), asyncio.Event()
     task = asyncio.create_task(worker.train(leave))
     await eventually(lambda: any("trainer" in wait.what for wait in context.waits.report()))
     leave.set()

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from opengyre.host.gradients import Accumulator, figures, items_of, plus
+from opengyre.host.gradients import figures, items_of
+from opengyre.host.learners import Accumulator, plus
 from opengyre.learn.gradient import GradientStats
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.run import Optimization

@@ -1,18 +1,22 @@
-"""What a cell has accumulated for an update: the gradient of the groups that it holds, and their figures.
+"""Real gradients of groups, with torch, and their figures.
 
-Invariants: everything in an accumulator belongs to one attempt of one update, at one base version; a group is in it
-once; a group whose gradient failed left nothing in it.
+Torch computes in one thread, which lives from `open` to `close`.
+
+Awaits: `add` is woken by the end of the thread's work of one item.
 """
 
+import asyncio
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
+import torch
 
+from opengyre.host.learners import Accumulator, UntrainableError, plus
 from opengyre.learn.codec import flatten
-from opengyre.learn.gradient import Gradients, GradientStats, InvalidSequenceError, Item, accumulate, zero_gradients
+from opengyre.learn.gradient import GradientStats, InvalidSequenceError, Item, accumulate, zero_gradients
 from opengyre.learn.loss import Clip
 from opengyre.proto.group import Member
 from opengyre.proto.update import UpdateStats, WorkItem
@@ -60,33 +64,36 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
-    """Field by field; every field is a sum."""
-    return UpdateStats(**{name: getattr(one, name) + getattr(other, name) for name in UpdateStats.__struct_fields__})
+class TorchLearner:
+    """The model at the base version, and gradients at it. `threads` are torch's."""
 
-
-@dataclass(slots=True)
-class Accumulator:
-    """Made for the first group of a contribution."""
-
-    update: int
-    attempt: str
-    contribution: str
-    gradients: Gradients
-    groups: list[str] = field(default_factory=list)
-    stats: UpdateStats = field(default_factory=UpdateStats)
-
-    def belongs(self, item: WorkItem) -> bool:
-        """Whether the item is of the same attempt of the same update."""
-        return (self.update, self.attempt) == (item.update, item.attempt)
-
-
-class Learner:
-    """The model at the base version, and gradients at it. Runs in the training thread only."""
-
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
         self._base: Manifest | None = None
         self._model: TinyModel | None = None
+
+    def open(self) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="train", initializer=self._prepare)
+
+    async def add(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
+        assert self._pool is not None
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.compute, item, members, into, name)
+
+    async def encoded(self, accumulator: Accumulator) -> bytes:
+        return await asyncio.to_thread(flatten, accumulator.gradients)
+
+    def close(self) -> None:
+        self._base = self._model = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _prepare(self) -> None:
+        # Both settings belong to the thread that computes.
+        torch.set_num_threads(self._threads)
+        torch.set_flush_denormal(True)
 
     def model(self, base: Manifest) -> TinyModel:
         """The policy of `base`, verified; raises `WeightsError` or `ModelDirectoryError`."""
@@ -97,24 +104,26 @@ class Learner:
             self._base = base
         return self._model
 
-    def add(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
-        """Add the item's group to `into`, or to a new accumulator called `name`; return it.
-
-        Raises `InvalidSequenceError` before anything is added.
-        """
+    def compute(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
+        """`add`, in this thread."""
+        began = time.monotonic()
         model = self.model(item.base)
         _check_vocabulary(members, model.config.vocab_size)
         into = into or Accumulator(item.update, item.attempt, name, zero_gradients(model))
         optimization = item.optimization
-        found = accumulate(
-            model,
-            items_of(members, item.weight),
-            into.gradients,
-            clip=Clip(low=optimization.clip_low, high=optimization.clip_high),
-            base_version=item.base.version,
-        )
+        try:
+            found = accumulate(
+                model,
+                items_of(members, item.weight),
+                into.gradients,
+                clip=Clip(low=optimization.clip_low, high=optimization.clip_high),
+                base_version=item.base.version,
+            )
+        except InvalidSequenceError as error:
+            raise UntrainableError(str(error)) from error
         into.groups.append(item.group.group)
-        into.stats = plus(into.stats, figures(members, found))
+        busy = UpdateStats(busy_s=time.monotonic() - began)
+        into.stats = plus(plus(into.stats, figures(members, found)), busy)
         return into
 
 
@@ -122,14 +131,4 @@ def _check_vocabulary(members: Sequence[Member], size: int) -> None:
     for member in members:
         for sequence in member.sequences:
             if not all(0 <= token < size for token in sequence.tokens):
-                raise InvalidSequenceError(f"{member.execution} holds a token outside the vocabulary of {size}")
-
-
-def encoded(accumulator: Accumulator) -> bytes:
-    """The gradient as safetensors."""
-    return flatten(accumulator.gradients)
-
-
-def members_of(blob: bytes) -> tuple[Member, ...]:
-    """The members of a group that was too large for a message; raises `msgspec.DecodeError`."""
-    return msgspec.json.decode(blob, type=tuple[Member, ...])
+                raise UntrainableError(f"{member.execution} holds a token outside the vocabulary of {size}")

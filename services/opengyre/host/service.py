@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute
 
 from opengyre.host.door import Door
 from opengyre.host.drain import MemoryNotFreedError, drain, held
-from opengyre.host.engine import WAITING_FACTOR, Engine, make_engine
+from opengyre.host.engine import WAITING_FACTOR, Engine, make_engine, make_learner
 from opengyre.host.inference import Inference
 from opengyre.host.reporter import Reporter
 from opengyre.host.roles import ACTIVITY, Activity, Effect, Event, Position, Signal, advance, ended
@@ -69,7 +69,7 @@ class Host:
         self._engine = engine or make_engine(settings)
         self._door = Door((1 + WAITING_FACTOR) * settings.capacity)
         self._inference = Inference(self._engine, self._door, self._why_not)
-        self._worker = Worker(context, self._host, self._boot, settings.threads)
+        self._worker = Worker(context, self._host, self._boot, make_learner(settings))
         self._reporter = Reporter(context.bus, self._status, settings.heartbeat_s, settings.lost_after_s)
         self._position = Position()
         self._grace_s = DesiredRole(host=self._host, role="rollout", epoch=-1).grace_s

@@ -4,24 +4,21 @@ States: empty (holds nothing) -> holding (an accumulator of one attempt of one u
 blob that the trainer has not answered for yet) -> empty. What a worker loses by a crash the trainer leases again;
 what it holds of an attempt that is no more is dropped.
 
-Torch runs in one thread that lives as long as the worker is in the TRAIN role. A group that cannot be trained is left
-out and named in the waits; the trainer sees that it is not held.
+What computes is the learner, which is open as long as the worker is in the TRAIN role. A group that cannot be trained
+is left out and named in the waits; the trainer sees that it is not held.
 
-Awaits: the trainer's answer (2 s an attempt); the thread's end of one group; `leave`, or `POLL_S`, where the trainer
+Awaits: the trainer's answer (2 s an attempt); the learner's end of one group; `leave`, or `POLL_S`, where the trainer
 has nothing; the blob store.
 """
 
 import asyncio
 import contextlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
-import torch
 
-from opengyre.host.gradients import Accumulator, Learner, encoded, members_of
-from opengyre.learn.gradient import InvalidSequenceError
+from opengyre.host.learners import Accumulator, Learner, UntrainableError, members_of
 from opengyre.proto.group import Member
 from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, UpdateStats, WorkItem
 from opengyre.shared.blobs import BlobMissingError
@@ -43,17 +40,15 @@ LEAVE_PATIENCE_S: Final = 8.0
 """How long a worker that leaves tries to hand over; then the trainer's own timeout leases its groups again."""
 
 UNANSWERED: Final = (RpcFailedError, RpcUnavailableError)
-GROUP_FAULTS: Final = (InvalidSequenceError, WeightsError, ModelDirectoryError, BlobMissingError, msgspec.DecodeError)
+GROUP_FAULTS: Final = (UntrainableError, WeightsError, ModelDirectoryError, BlobMissingError, msgspec.DecodeError)
 
 
 class Worker:
-    def __init__(self, context: Context, host: str, boot: str, threads: int) -> None:
+    def __init__(self, context: Context, host: str, boot: str, learner: Learner) -> None:
         self._context = context
         self._host = host
         self._boot = boot
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
-        self._learner = Learner()
+        self._learner = learner
         self._held: Accumulator | None = None
         self._contributions = 0
         self._joined: tuple[int, str] | None = None
@@ -65,8 +60,7 @@ class Worker:
 
     async def train(self, leave: asyncio.Event) -> None:
         """Work until `leave` is set and the group at hand is finished. What is held stays held."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="train", initializer=self._prepare)
+        self._learner.open()
         while not leave.is_set():
             reply = await self._pull()
             if reply is None or reply.wait is not None:
@@ -82,7 +76,7 @@ class Worker:
                 await self._take(reply.item, leave)
 
     async def leave(self) -> None:
-        """Hand over what is held, and end the thread. What cannot be handed over is dropped."""
+        """Hand over what is held, and close the learner. What cannot be handed over is dropped."""
         if self._held is not None:
             await self._hand_over(leaving=True, patience_s=LEAVE_PATIENCE_S)
         elif self._joined is not None:
@@ -92,18 +86,10 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """End the thread without waiting for the group that it may be at."""
+        """Close the learner without waiting for the group that it may be at."""
         self.update = self._joined = None
         self._held = None
-        self._learner = Learner()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
-
-    def _prepare(self) -> None:
-        # Both settings belong to the thread that computes.
-        torch.set_num_threads(self._threads)
-        torch.set_flush_denormal(True)
+        self._learner.close()
 
     async def _pull(self) -> PullReply | None:
         held = self._held
@@ -136,10 +122,7 @@ class Worker:
             if self._held is None:
                 self._contributions += 1
             name = f"{self._boot}-{self._contributions}"
-            assert self._pool is not None
-            self._held = await asyncio.get_running_loop().run_in_executor(
-                self._pool, self._learner.add, item, members, self._held, name
-            )
+            self._held = await self._learner.add(item, members, self._held, name)
         except GROUP_FAULTS as error:
             log.error("%s cannot be trained: %s", item.group.group, error)  # noqa: TRY400 - a known fault
             with self._context.waits.on(f"{item.group.group} to be usable: {error}", FAULT_S):
@@ -158,7 +141,7 @@ class Worker:
         held = self._held
         if held is None:
             return
-        content = await asyncio.to_thread(encoded, held)
+        content = await self._learner.encoded(held)
         # Not synced: the groups are acknowledged at the commit, so a gradient need not outlive a crash of the machine.
         gradient = await self._context.blobs.put(content, durable=False)
         request = HandOver(

@@ -1,0 +1,69 @@
+"""What a training worker computes with: the interface, and what it accumulates. Needs no torch.
+
+Invariants: everything in an accumulator belongs to one attempt of one update, at one base version; a group is in it
+once; a group whose gradient failed left nothing in it.
+
+Awaits: `add` is woken by the end of one item's work, `encoded` by a thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from opengyre.proto.group import Member
+from opengyre.proto.update import UpdateStats, WorkItem
+
+
+class UntrainableError(Exception):
+    """A group that no gradient can be taken of; the message says why."""
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """Made for the first group of a contribution."""
+
+    update: int
+    attempt: str
+    contribution: str
+    gradients: dict[str, Any]
+    groups: list[str] = field(default_factory=list)
+    stats: UpdateStats = field(default_factory=UpdateStats)
+
+    def belongs(self, item: WorkItem) -> bool:
+        """Whether the item is of the same attempt of the same update."""
+        return (self.update, self.attempt) == (item.update, item.attempt)
+
+
+class Learner(Protocol):
+    """Gradients at a base version."""
+
+    def open(self) -> None:
+        """Be ready to compute; repeating it changes nothing."""
+        ...
+
+    async def add(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
+        """Add the item's members to `into`, or to a new accumulator called `name`; return it, `busy_s` counted.
+
+        Raises `UntrainableError`, `WeightsError` or `ModelDirectoryError` before anything is added.
+        """
+        ...
+
+    async def encoded(self, accumulator: Accumulator) -> bytes:
+        """The gradient as safetensors, float32."""
+        ...
+
+    def close(self) -> None:
+        """Free everything, without waiting for work under way."""
+        ...
+
+
+def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
+    """Field by field; every field is a sum."""
+    return UpdateStats(**{name: getattr(one, name) + getattr(other, name) for name in UpdateStats.__struct_fields__})
+
+
+def members_of(blob: bytes) -> tuple[Member, ...]:
+    """The members of a group that was too large for a message; raises `msgspec.DecodeError`."""
+    return msgspec.json.decode(blob, type=tuple[Member, ...])
