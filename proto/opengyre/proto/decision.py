@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from opengyre.proto import subjects
 from opengyre.proto.base import Event, Record
 from opengyre.proto.host import HostState, Role
-from opengyre.proto.run import Dispatch, Elastic
+from opengyre.proto.run import Dispatch, Elastic, RunState
 
 
 class CellView(Record, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class AdmissionInput(Record, frozen=True, kw_only=True):
     dispatch: Dispatch
     updates: int | None
     """Of the run; it takes no more groups than they hold."""
-    state: str
+    state: RunState
     """Of the run."""
     finished: bool
     """Its last update is committed."""

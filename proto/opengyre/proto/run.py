@@ -104,6 +104,9 @@ class Elastic(Record, frozen=True, kw_only=True):
     """Executions that a cell trains at a time. None: a group."""
 
 
+RunState = Literal["active", "finished", "stopped"]
+
+
 class RunSpec(Record, frozen=True, kw_only=True):
     run: str
     model: str
@@ -115,7 +118,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
     harness: Harness = Harness()
     optimization: Optimization = Optimization()
     elastic: Elastic = Elastic()
-    state: Literal["active", "finished", "stopped"] = "active"
+    state: RunState = "active"
     """One run is active at a time in a stack."""
 
 
