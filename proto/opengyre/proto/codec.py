@@ -16,15 +16,26 @@ from opengyre.proto.dlq import DeadLetter
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady
 from opengyre.proto.host import HostCommand, HostStateChanged
-from opengyre.proto.task import GroupConsumed, GroupScored, TaskAdmitted, TaskSubmitted
-from opengyre.proto.traj import Call, Ended, Resumed, SandboxOpened, Started, Suspended, TakenOver, ToolResult, Verified
+from opengyre.proto.task import GroupConsumed, GroupOverdue, GroupScored, TaskAdmitted, TaskSubmitted
+from opengyre.proto.traj import (
+    Call,
+    Ended,
+    Overdue,
+    Resumed,
+    SandboxOpened,
+    Started,
+    Suspended,
+    TakenOver,
+    ToolResult,
+    Verified,
+)
 from opengyre.proto.update import Committed, Contributed, Joined, Left, Opened, RunFinished
 from opengyre.proto.weights import WeightsApplied, WeightsPublished, WeightsRefused
 
 AnyEvent = (
-    TaskSubmitted | TaskAdmitted | GroupScored | GroupConsumed
+    TaskSubmitted | TaskAdmitted | GroupOverdue | GroupScored | GroupConsumed
     | EpisodeDispatch
-    | Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Verified | Ended
+    | Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Verified | Ended | Overdue
     | GroupReady
     | Opened | Joined | Contributed | Left | Committed | RunFinished
     | WeightsPublished | WeightsApplied | WeightsRefused

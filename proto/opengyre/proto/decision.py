@@ -127,7 +127,15 @@ class GroupEntry(Record, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it was dropped."""
     unscored: dict[str, str] = {}
-    """Executions that have no score, and why; they are dropped when their group is consumed."""
+    """Executions that have no score, and why; they are dropped when they are consumed."""
+    closed: tuple[str, ...] = ()
+    """Executions that ended and were scored, or that have no score: what was said of them is known."""
+    trained: dict[str, int] = {}
+    """Execution -> `v_t` of the update in which it took a place."""
+    dropped: dict[str, str] = {}
+    """Execution -> why it left training before an update took it, or with an update that did not step."""
+    tokens: dict[str, int] = {}
+    """Execution -> its sampled tokens."""
 
 
 class Book(Record, frozen=True, kw_only=True):
@@ -139,6 +147,14 @@ class Book(Record, frozen=True, kw_only=True):
     ready: int
     live: int
     balances: bool
+
+
+class Discards(Record, frozen=True, kw_only=True):
+    """Executions that left training for one reason. What is discarded is not random: its length says so."""
+
+    executions: int
+    mean_tokens: float | None
+    """Sampled tokens of those that were measured."""
 
 
 class StalenessReport(Record, frozen=True, kw_only=True):
@@ -161,6 +177,19 @@ class StalenessReport(Record, frozen=True, kw_only=True):
     groups: Book
     executions: Book
     evaluated_groups: int = 0
+    by_execution_mean: float | None = None
+    """Mean `d` of trained executions, each with that of the update it was in."""
+    by_execution_maximum: int | None = None
+    by_execution: dict[int, int] = {}
+    """d -> executions."""
+    by_execution_window_mean: float | None = None
+    """Of the last executions, those of `window` groups at most."""
+    by_token_mean: float | None = None
+    """Mean over trained tokens: the base version of the update minus the version that sampled the token."""
+    trained_mean_tokens: float | None = None
+    """Sampled tokens of a trained execution."""
+    discards: dict[str, Discards] = {}
+    """Reason -> what was discarded for it."""
 
 
 class WishRequest(Record, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ class EpisodeDispatch(Event, frozen=True, kw_only=True, tag="episode.dispatch.v1
     min_members: int
     advantage: Literal["grpo", "loo", "no_std"] = "grpo"
     """Of the run's optimization; it is in the log, so that the log alone makes the group again."""
+    close_at: int | None = None
+    """Scored members at which the group closes. None: when all have ended."""
 
     def event_id(self) -> str:
         return f"episode-{self.execution}"

@@ -9,10 +9,11 @@ from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.host import DesiredRole, HostCommand, HostState, HostStateChanged
 from opengyre.proto.run import Dispatch, Elastic, Harness
-from opengyre.proto.task import Check, GroupConsumed, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
+from opengyre.proto.task import Check, GroupConsumed, GroupOverdue, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.traj import (
     Call,
     Ended,
+    Overdue,
     Part,
     Resumed,
     SandboxOpened,
@@ -113,6 +114,8 @@ def examples() -> list[Event]:
             **_AT_1,
         ),
         Ended(index=8, reason="done", turns=2, sampled_tokens=5, duration_s=2.0, members=MEMBERS, **_AT_1),
+        GroupOverdue(run=RUN, task=TASK, group=GROUP),
+        Overdue(run=RUN, group=GROUP),
         GroupScored(
             run=RUN,
             task=TASK,
@@ -122,12 +125,19 @@ def examples() -> list[Event]:
             sampled_version_min=4,
             sampled_version_max=4,
             tokens=9,
+            executions=MEMBERS,
+            tokens_by={MEMBERS[0]: 4, EXECUTION: 5},
         ),
         GroupReady(
             run=RUN,
             group=GROUP,
             task=TASK,
             version=4,
+            executions=(EXECUTION,),
+            late=True,
+            baseline=0.5,
+            scale=2.0,
+            group_size=2,
             members=(
                 Member(
                     execution=EXECUTION,
@@ -152,10 +162,16 @@ def examples() -> list[Event]:
                 ),
             ),
         ),
-        Opened(groups=8, **_UPDATE),
+        Opened(groups=8, executions=64, **_UPDATE),
         Joined(host="host1", boot="b1", **_UPDATE),
         Contributed(
-            host="host1", contribution="c1", groups=(GROUP,), gradient=f"sha256:{'0' * 64}", stats=STATS, **_UPDATE
+            host="host1",
+            contribution="c1",
+            groups=(GROUP,),
+            gradient=f"sha256:{'0' * 64}",
+            stats=STATS,
+            executions=MEMBERS,
+            **_UPDATE,
         ),
         Left(host="host1", boot="b1", reason="resume", **_UPDATE),
         Committed(
@@ -170,7 +186,7 @@ def examples() -> list[Event]:
             opened_s=1.2,
             **_UPDATE,
         ),
-        GroupConsumed(run=RUN, task=TASK, group=GROUP, outcome="trained", version=6),
+        GroupConsumed(run=RUN, task=TASK, group=GROUP, outcome="trained", version=6, executions=MEMBERS),
         WeightsPublished(run=RUN, manifest=MANIFEST),
         WeightsApplied(run=RUN, version=6, host="host0", boot="b0", duration_s=0.02),
         WeightsRefused(run=RUN, version=6, host="host1", boot="b1", error="model.safetensors: another checksum"),

@@ -1,4 +1,9 @@
-"""Finished groups on their way to the trainer (stream GROUPS, a work queue)."""
+"""Finished groups on their way to the trainer (stream GROUPS, a work queue).
+
+A group closes once: its closing message holds the members that its baseline is frozen from. Each member that ends
+later goes out in a message of its own, with the frozen baseline and scale. A group without a `close_at` or a deadline
+is one message.
+"""
 
 from typing import ClassVar
 
@@ -50,6 +55,22 @@ class GroupReady(Event, frozen=True, kw_only=True, tag="group.ready.v1"):
     """`sha256:...` of the JSON list of members, when they are too large for a message."""
     refused: dict[str, int] = {}
     """Reason -> calls that cannot be trained."""
+    executions: tuple[str, ...] = ()
+    """The executions that this message accounts for, in order: its members, and those that have no score. Empty in
+    messages from before groups closed early: then its members."""
+    late: bool = False
+    """A member that ended after its group had closed."""
+    baseline: float | None = None
+    """The mean that was frozen when the group closed."""
+    scale: float | None = None
+    """An advantage is `(score - baseline) * scale`."""
+    group_size: int = 0
+    """Executions of the group in all; 0 in messages from before groups closed early: those of this message."""
+
+    @property
+    def slots(self) -> int:
+        """Places that it takes in updates: one for each execution that it accounts for."""
+        return len(self.executions) or len(self.members)
 
     def event_id(self) -> str:
-        return f"group-{self.group}-ready"
+        return f"group-{self.executions[0] if self.late else self.group}-ready"

@@ -160,7 +160,8 @@ def validate(spec: RunSpec) -> RunSpec:
         *_optional("dispatch.close_at", d.close_at, d.min_members, d.group_size),
         *_optional("dispatch.deadline_s", d.deadline_s, 0.1, 31_536_000),
         *_optional("dispatch.continuous", d.continuous, 1, 1_000_000),
-        *_optional("dispatch.d_max", d.d_max, 0, 10_000),
+        # A burst of mu updates trains what was admitted before it: its last update is mu - 1 versions away.
+        *_optional("dispatch.d_max", d.d_max, d.mu - 1, 10_000),
         *_optional("elastic.max_rollout_cells", e.max_rollout_cells, max(1, e.min_rollout_cells), 10_000),
         *_optional("elastic.max_train_cells", e.max_train_cells, max(1, e.min_train_cells), 10_000),
         *_optional("elastic.switch_s", e.switch_s, 0, 86_400),

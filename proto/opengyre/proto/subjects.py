@@ -42,6 +42,10 @@ KV_IDEMPOTENCY = "gyre_idempotency"  # digest of an Idempotency-Key -> the first
 ROLLOUT_EPISODES = (EPISODES, "rollout")
 TRAINER_GROUPS = (GROUPS, "trainer")
 TRAJECTORY_ENDED = (TRAJ, "trajectory")
+TRAJECTORY_OVERDUE = (TASKS, "trajectory")
+
+ALL = "all"
+"""Where an execution stands in a subject, for what is of its whole group."""
 
 
 def task(run: str, task_id: str, event: str) -> str:

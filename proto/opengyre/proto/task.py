@@ -61,8 +61,20 @@ class TaskAdmitted(Event, frozen=True, kw_only=True, tag="task.admitted.v1"):
         return f"task-{self.group}-admitted"
 
 
+class GroupOverdue(Event, frozen=True, kw_only=True, tag="task.overdue.v1"):
+    """The deadline of a live group has passed: it is to close as soon as enough members have a score."""
+
+    stream: ClassVar[str] = subjects.TASKS
+    run: str
+    task: str
+    group: str
+
+    def event_id(self) -> str:
+        return f"task-{self.group}-overdue"
+
+
 class GroupScored(Event, frozen=True, kw_only=True, tag="task.scored.v1"):
-    """All members of a group have ended: their scores are known. The group is ready, evaluated or unusable."""
+    """A group has closed: it is ready, evaluated or unusable. Or a member ended late, after its group had closed."""
 
     stream: ClassVar[str] = subjects.TASKS
     run: str
@@ -78,14 +90,19 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="task.scored.v1"):
     sampled_version_min: int
     sampled_version_max: int
     tokens: int
-    """Sampled tokens of all members."""
+    """Sampled tokens of all members that it is about."""
+    executions: tuple[str, ...] = ()
+    """The executions that it is about; empty: all of the group."""
+    late: bool = False
+    tokens_by: dict[str, int] = {}
+    """Execution -> its sampled tokens."""
 
     def event_id(self) -> str:
-        return f"task-{self.group}-scored"
+        return f"task-{self.executions[0] if self.late else self.group}-scored"
 
 
 class GroupConsumed(Event, frozen=True, kw_only=True, tag="task.consumed.v1"):
-    """A group went into a committed update, or left training for a reason."""
+    """Executions of a group went into a committed update, or left training for a reason."""
 
     stream: ClassVar[str] = subjects.TASKS
     run: str
@@ -95,9 +112,11 @@ class GroupConsumed(Event, frozen=True, kw_only=True, tag="task.consumed.v1"):
     reason: str | None = None
     version: int
     """`v_t`: the trainer's version before the update that consumed it."""
+    executions: tuple[str, ...] = ()
+    """The executions that it is about, those without a score included; empty: all of the group."""
 
     def event_id(self) -> str:
-        return f"task-{self.group}-consumed"
+        return f"task-{self.executions[0] if self.executions else self.group}-consumed"
 
 
-TaskEvent = TaskSubmitted | TaskAdmitted | GroupScored | GroupConsumed
+TaskEvent = TaskSubmitted | TaskAdmitted | GroupOverdue | GroupScored | GroupConsumed

@@ -152,4 +152,18 @@ class Ended(TrajEvent, frozen=True, kw_only=True, tag="traj.ended.v1"):
     """All executions of the group, so that a reader of this event alone knows when the group is whole."""
 
 
+class Overdue(Event, frozen=True, kw_only=True, tag="traj.overdue.v1"):
+    """A mark in a group's log: from here on the group closes as soon as enough members have a score.
+
+    Of no execution: its subject stands at `all`, and holds one message at most. `trajectory` writes it.
+    """
+
+    stream: ClassVar[str] = subjects.TRAJ
+    run: str
+    group: str
+
+    def event_id(self) -> str:
+        return f"traj-{self.group}-overdue"
+
+
 AnyTrajEvent = Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Verified | Ended

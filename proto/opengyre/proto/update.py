@@ -1,9 +1,9 @@
 """Updates (stream UPDATES) and the requests between the trainer and the cells that train.
 
-An update is a bag of groups. A cell in the TRAIN role pulls one group after another (`pull`), adds its gradient to
-its own accumulator and hands over (`hand_over`) when it is told to flush or when it leaves. The trainer commits when
-all groups of the update are in contributions that it holds. `attempt` fences: a trainer that was started again opens
-the same update under a new attempt, and what belongs to the old one is refused.
+An update is a bag of executions, `B * G` of them. A cell in the TRAIN role pulls some of one group after another
+(`pull`), adds their gradient to its own accumulator and hands over (`hand_over`) when it is told to flush or when it
+leaves. The trainer commits when all executions of the update are in contributions that it holds. `attempt` fences: a
+trainer that was started again opens the same update under a new attempt, and what belongs to the old one is refused.
 """
 
 from typing import ClassVar
@@ -48,7 +48,9 @@ class UpdateEvent(Event, frozen=True, kw_only=True):
 
 class Opened(UpdateEvent, frozen=True, kw_only=True, tag="update.opened.v1"):
     groups: int
-    """How many groups it will hold."""
+    """How many groups' worth it will hold."""
+    executions: int = 0
+    """How many executions it will hold."""
 
     def event_id(self) -> str:
         return f"update-{self.run}-{self.update}-{self.attempt}-opened"
@@ -66,9 +68,12 @@ class Contributed(UpdateEvent, frozen=True, kw_only=True, tag="update.contribute
     host: str
     contribution: str
     groups: tuple[str, ...]
+    """Of which it holds executions."""
     gradient: str
     """Blob reference (`sha256:...`) of the accumulated gradient, safetensors, float32."""
     stats: UpdateStats
+    executions: tuple[str, ...] = ()
+    """Empty: all of the groups'."""
 
     def event_id(self) -> str:
         return f"update-{self.run}-{self.update}-{self.attempt}-{self.contribution}"
@@ -89,9 +94,13 @@ class Committed(UpdateEvent, frozen=True, kw_only=True, tag="update.committed.v1
     published: bool
     """Whether the version was published (the end of a burst) or only kept by the trainer."""
     groups: tuple[str, ...]
+    """Of which it holds executions, in order of arrival."""
     executions: tuple[str, ...]
+    """Those with a score: what was trained."""
     staleness: tuple[int, ...]
-    """`d` of each group, in the order of `groups`."""
+    """`d` of each group's part in it, in the order of `groups`."""
+    unscored: tuple[str, ...] = ()
+    """Executions that took a place in it and have no score."""
     score: float
     """Mean score of the update's executions."""
     gradient_norm: float
@@ -127,7 +136,7 @@ class PullRequest(Record, frozen=True, kw_only=True):
     """The update that its accumulator belongs to, if it holds one."""
     attempt: str | None = None
     holding: tuple[str, ...] = ()
-    """Groups in its accumulator."""
+    """Executions in its accumulator."""
 
 
 class WorkItem(Record, frozen=True, kw_only=True):
@@ -136,6 +145,9 @@ class WorkItem(Record, frozen=True, kw_only=True):
     base: Manifest
     """The weights to compute the gradient at (version `update - 1`)."""
     group: GroupReady
+    """With the members to train, or a blob that has them among others."""
+    executions: tuple[str, ...] = ()
+    """Which members to train now; empty: all of them."""
     weight: float
     """Of each execution: 1 / (executions of the update). A token's weight is this over its execution's trained tokens
     (the paper's two averages)."""
@@ -147,7 +159,7 @@ class PullReply(Record, frozen=True, kw_only=True):
 
     item: WorkItem | None = None
     flush: bool = False
-    """Hand over what you hold: the update has no further groups."""
+    """Hand over what you hold: the update has nothing further."""
     discard: bool = False
     """What you hold belongs to an update that is no more: drop it."""
     wait: str | None = None
@@ -162,7 +174,9 @@ class HandOver(Record, frozen=True, kw_only=True):
     update: int
     attempt: str
     contribution: str
-    groups: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    executions: tuple[str, ...] = ()
+    """What it is the sum over."""
     gradient: str
     stats: UpdateStats
     leaving: bool = False

@@ -105,6 +105,7 @@ def consumers() -> list[tuple[str, ConsumerConfig]]:
         (subjects.EPISODES, durable("rollout")),
         (subjects.GROUPS, durable("trainer")),
         (subjects.TRAJ, durable("trajectory", filter_subject=subjects.traj("*", "*", "*", "ended"))),
+        (subjects.TASKS, durable("trajectory", filter_subject=subjects.task("*", "*", "overdue"))),
     ]
 
 
