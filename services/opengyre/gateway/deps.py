@@ -64,6 +64,10 @@ class Deps:
             finally:
                 self.filled = False
 
+    def cells(self) -> set[str]:
+        """Cells of which a host has a heartbeat, as the mirror knows them."""
+        return {status.cell for status in self.host_view.values.values()}
+
     def active_run(self) -> str | None:
         """The run that is active, as the mirror knows it."""
         return next((run for run, spec in sorted(self.run_view.values.items()) if spec.state == "active"), None)

@@ -26,7 +26,8 @@ RUN_IN: dict[str, Any] = {
     "harness": {"max_turns": 4, "max_tokens": 48},
     "elastic": {"policy": "fine"},
 }
-RUN_CHANGE: dict[str, Any] = {"state": "stopped"}
+RUN_STOP: dict[str, Any] = {"state": "stopped"}
+RUN_CHANGE: dict[str, Any] = {"dispatch": {"phi": 1, "mu": 1}, "elastic": {"min_rollout_cells": 1}}
 SPEC: dict[str, Any] = {
     "run": "demo",
     "model": "/srv/gyre/models/warmstart",

@@ -5,13 +5,13 @@ Types and unknown fields are checked here; what a task or a run must be is `prot
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from opengyre.gateway.problems import Problem
+from opengyre.gateway.problems import FIXED_FIELD, UNKNOWN_FIELD, Problem
 from opengyre.proto import task_rules
 from opengyre.proto.ids import RUN, TOKEN, BadIdentifierError, check_run
 from opengyre.proto.run import InvalidRunError, RunSpec, validate
@@ -31,17 +31,25 @@ class Input(BaseModel):
     """An object of a request: strict types, no unknown fields, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    fixed: ClassVar[Mapping[str, str]] = {}
+    """Fields that are known and may not be given here, and why."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_known(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
+            allowed = ", ".join(name for name in cls.model_fields if name not in cls.fixed)
             for key in data:
+                if key in cls.fixed:
+                    raise PydanticCustomError(
+                        FIXED_FIELD,
+                        "{name} cannot change while the run goes on ({why}); allowed: {allowed}",
+                        {"name": key, "why": cls.fixed[key], "allowed": allowed},
+                    )
                 if key not in cls.model_fields:
-                    allowed = ", ".join(cls.model_fields)
                     key = ascii(key)[1:-1]  # noqa: PLW2901 - a sentence must be UTF-8, and keys may be none
                     raise PydanticCustomError(
-                        "unknown_field", "unknown field {name}; allowed: {allowed}", {"name": key, "allowed": allowed}
+                        UNKNOWN_FIELD, "unknown field {name}; allowed: {allowed}", {"name": key, "allowed": allowed}
                     )
         return data
 
@@ -117,14 +125,24 @@ def specs_of(submission: SingleTask | TaskBatch) -> list[TaskSpec]:
     return specs
 
 
+def ranged(default: Any, low: float, high: float, **more: Any) -> Any:
+    """A field whose range the document shows; `validate` holds it, so that every way in has the same sentence."""
+    return Field(default=default, json_schema_extra={"minimum": low, "maximum": high}, **more)
+
+
 class DispatchIn(Input):
     """Admission of groups: (phi + mu) * batch_groups are unconsumed at most."""
 
-    phi: float = Field(default=0.5, ge=0, le=64)
-    mu: int = Field(default=2, ge=1, le=64)
-    batch_groups: int = Field(default=8, ge=1, le=4096)
-    group_size: int = Field(default=8, ge=1, le=256)
-    min_members: int = Field(default=2, ge=1, le=256)
+    phi: float = ranged(0.5, 0, 64)
+    mu: int = ranged(2, 1, 64)
+    batch_groups: int = ranged(8, 1, 4096)
+    group_size: int = ranged(8, 1, 256)
+    min_members: int = ranged(2, 1, 256)
+    close_at: int | None = ranged(None, 1, 256, description="Scored members at which a group trains; null: all")
+    deadline_s: float | None = ranged(None, 0.1, 31_536_000)
+    continuous: int | None = ranged(None, 1, 1_000_000, description="Unfinished groups to keep; null: boundaries")
+    d_max: int | None = ranged(None, 0, 10_000, description="Hard bound of staleness, in updates; null: none")
+    on_stale: Literal["wait", "drop"] = "wait"
 
 
 class HarnessIn(Input):
@@ -132,33 +150,41 @@ class HarnessIn(Input):
 
     agent: Literal["shell"] = "shell"
     system: str | None = Field(default=None, max_length=task_rules.MAX_TEXT)
-    max_turns: int = Field(default=4, ge=1, le=100_000)
-    time_budget_s: float = Field(default=600.0, ge=0.1, le=604_800)
-    command_timeout_s: float = Field(default=10.0, ge=0.1, le=86_400)
-    max_tokens: int = Field(default=48, ge=1, le=1_000_000)
-    context_tokens: int = Field(default=512, ge=1, le=2_000_000)
-    temperature: float = Field(default=1.0, ge=0.01, le=10)
-    observation_chars: int = Field(default=40, ge=1, le=1_000_000)
+    max_turns: int = ranged(4, 1, 100_000)
+    time_budget_s: float = ranged(600.0, 0.1, 604_800)
+    command_timeout_s: float = ranged(10.0, 0.1, 86_400)
+    max_tokens: int = ranged(48, 1, 1_000_000)
+    context_tokens: int = ranged(512, 1, 2_000_000)
+    temperature: float = ranged(1.0, 0.01, 10)
+    observation_chars: int = ranged(40, 1, 1_000_000)
 
 
 class OptimizationIn(Input):
     """The trainer's arithmetic."""
 
-    learning_rate: float = Field(default=2e-4, ge=0, le=1)
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
-    clip_low: float = Field(default=0.8, ge=0, le=1)
-    clip_high: float = Field(default=1.28, ge=1, le=100)
-    gradient_clip_norm: float = Field(default=1.0, ge=1e-6, le=1e6)
+    learning_rate: float = ranged(2e-4, 0, 1)
+    weight_decay: float = ranged(0.0, 0, 1)
+    clip_low: float = ranged(0.8, 0, 1)
+    clip_high: float = ranged(1.28, 1, 100)
+    gradient_clip_norm: float = ranged(1.0, 1e-6, 1e6)
     advantage: Literal["grpo", "loo", "no_std"] = "grpo"
 
 
 class ElasticIn(Input):
     """Which cells serve and which train."""
 
-    policy: Literal["fine", "static"] = "fine"
-    train_cells: int = Field(default=1, ge=1, le=10_000)
-    min_rollout_cells: int = Field(default=0, ge=0, le=10_000)
-    dwell_s: float = Field(default=0.5, ge=0, le=86_400)
+    policy: Literal["fine", "static", "global", "coarse"] = "fine"
+    stream: bool = Field(default=True, description="Train groups as they are ready; else once a burst is")
+    train_cells: int = ranged(1, 1, 10_000, description="Of the policy static")
+    standalone_cells: int = ranged(0, 0, 10_000, description="Of the policy coarse: cells that never train")
+    min_rollout_cells: int = ranged(0, 0, 10_000)
+    max_rollout_cells: int | None = ranged(None, 1, 10_000)
+    min_train_cells: int = ranged(0, 0, 10_000)
+    max_train_cells: int | None = ranged(None, 1, 10_000)
+    dwell_s: float = ranged(0.5, 0, 86_400)
+    gate: float = ranged(2.0, 0, 1_000, description="Work, in switch times, that a cell is sent to train for")
+    switch_s: float | None = ranged(None, 0, 86_400)
+    grain: int | None = ranged(None, 1, 256, description="Executions that a cell trains at a time; null: a group")
 
 
 class RunIn(Input):
@@ -166,7 +192,7 @@ class RunIn(Input):
 
     run: RunId
     model: str = Field(min_length=1, max_length=4096, description="Directory of the initial policy, an absolute path")
-    updates: int | None = Field(default=None, ge=1, le=10_000_000, description="The run is finished after so many")
+    updates: int | None = ranged(None, 1, 10_000_000, description="The run is finished after so many")
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
     dispatch: DispatchIn = DispatchIn()
     harness: HarnessIn = HarnessIn()
@@ -189,9 +215,3 @@ class RunIn(Input):
         except InvalidRunError as error:
             field = str(error).partition(" ")[0].rstrip(":")
             raise Problem(422, str(error), field=field) from error
-
-
-class RunChange(Input):
-    """What may be changed of a run."""
-
-    state: Literal["stopped"] = Field(description="A stopped run admits no further groups")

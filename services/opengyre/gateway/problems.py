@@ -27,6 +27,8 @@ RETRY_AFTER_S = 2
 PLACES = ("body", "query", "path", "header")
 SHAPES = ("single", "batch")
 """Tags of the union of submissions; no fields of the caller's."""
+UNKNOWN_FIELD, FIXED_FIELD = "unknown_field", "fixed_field"
+"""Complaints of our own models; each has a whole sentence, and the field's name in its context."""
 JSON_NAMES = {None: "null", True: "true", False: "false"}
 ALLOWED = dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "allowed is a JSON object") | {
     "list_type": "allowed is a JSON list",
@@ -111,7 +113,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
     if first["type"] == "missing":
         return Problem(422, f"{field} is missing", field=field)
     message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "unknown_field":
+    if first["type"] in (UNKNOWN_FIELD, FIXED_FIELD):
         unknown = ".".join([*where, str((first.get("ctx") or {}).get("name", ""))])
         return Problem(422, f"{field}: {message}" if where else message, field=unknown)
     message = ALLOWED.get(first["type"], message)

@@ -17,9 +17,10 @@ from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request
 from starlette.responses import Response
 
 from opengyre.gateway import examples
+from opengyre.gateway.changes import RunChange, changed, checked
 from opengyre.gateway.deps import BoundRoute, Deps, answer, chosen_run, deps_of, together
 from opengyre.gateway.idempotency import once
-from opengyre.gateway.models import MAX_SEQUENCE, RUN_PATTERN, RunChange, RunIn
+from opengyre.gateway.models import MAX_SEQUENCE, RUN_PATTERN, RunIn
 from opengyre.gateway.openapi import body_example, documented
 from opengyre.gateway.problems import Problem
 from opengyre.proto import subjects
@@ -190,7 +191,7 @@ async def create_run(
     body: Annotated[RunIn, Body(openapi_examples=body_example(run=examples.RUN_IN))],
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> Response:
-    spec = body.spec()
+    spec = checked(body.spec(), deps.cells())
 
     async def handle() -> tuple[int, bytes]:
         return 201, msgspec.json.encode(await _create(deps, spec))
@@ -217,22 +218,25 @@ async def read_run(deps: DepsOf, run: RunPath) -> Response:
     return answer(await report_of(deps, (await deps.run(run))[0]))
 
 
-@router.patch("/v1/runs/{run}", summary="Stop a run", responses=documented(RunReport, examples.RUN_STOPPED))
+@router.patch(
+    "/v1/runs/{run}",
+    summary="Change a live run, or stop it",
+    responses=documented(RunReport, examples.RUN_STOPPED),
+)
 async def change_run(
     deps: DepsOf,
     run: RunPath,
-    body: Annotated[RunChange, Body(openapi_examples=body_example(stop=examples.RUN_CHANGE))],
+    body: Annotated[RunChange, Body(openapi_examples=body_example(stop=examples.RUN_STOP, change=examples.RUN_CHANGE))],
 ) -> Response:
+    change = body.values()
     for _ in range(8):
         spec, revision = await deps.run(run)
-        if spec.state == body.state:
+        after = changed(spec, change, deps.cells())
+        if after == spec:
             return answer(await report_of(deps, spec))
-        if spec.state != "active":
-            raise Problem(409, f"run {run} is {spec.state}; allowed is to stop an active run", field="state")
-        changed = msgspec.structs.replace(spec, state=body.state)
         with contextlib.suppress(ConflictError):
-            await deps.runs.update(run, changed, revision)
-            return answer(await report_of(deps, changed))
+            await deps.runs.update(run, after, revision)
+            return answer(await report_of(deps, after))
     raise Problem(409, f"run {run} is being changed by others; try again", field="run")
 
 
