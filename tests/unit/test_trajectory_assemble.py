@@ -2,18 +2,32 @@
 
 import io
 import random
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opengyre.learn.advantage import advantages, baseline
 from opengyre.proto import codec
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.run import Harness
 from opengyre.proto.task import Check, TaskSpec
-from opengyre.proto.traj import Call, Ended, EndReason, Part, Started, TakenOver, TrajEvent, Verified, VersionSpan
-from opengyre.trajectory.assemble import NotWholeError, assemble, score_of
+from opengyre.proto.traj import (
+    Call,
+    Ended,
+    EndReason,
+    Overdue,
+    Part,
+    Started,
+    TakenOver,
+    TrajEvent,
+    Verified,
+    VersionSpan,
+)
+from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, score_of
+from opengyre.trajectory.assemble import assemble as parts_of
 from opengyre.trajectory.replay import replay_groups, run
 
 GROUP = "r-g000001"
@@ -61,6 +75,12 @@ def log(
     events.append(Verified(**ids(), parts=parts, infra_error=error))
     events.append(Ended(**ids(), reason=ended, turns=turns, sampled_tokens=2 * turns, duration_s=1.0, members=members))
     return events
+
+
+def assemble(events: Iterable[LogEvent]) -> Assembled:
+    """The one part of a group that closes with its last member."""
+    (part,) = parts_of(events)
+    return part
 
 
 def names(count: int) -> tuple[str, ...]:
@@ -128,10 +148,9 @@ def test_a_log_with_a_gap_or_two_events_at_a_place_has_no_score() -> None:
 
 
 def test_a_group_with_a_live_member_is_not_whole() -> None:
-    with pytest.raises(NotWholeError, match="e01 has not ended"):
-        assemble(group(1.0, 0.0)[:-1])
+    assert parts_of(group(1.0, 0.0)[:-1]) == []
     with pytest.raises(NotWholeError, match="no execution"):
-        assemble([])
+        parts_of([])
 
 
 def test_a_call_that_cannot_be_trained_is_counted_and_fails_nothing() -> None:
@@ -166,6 +185,118 @@ def test_replay_makes_the_groups_again_and_passes_over_what_is_not_whole() -> No
     assert replay_groups(events) == [ready]
     with pytest.raises(codec.UndecodableError, match="line 1"):
         run(io.BytesIO(b"{"), io.BytesIO())
+
+
+OVERDUE = Overdue(run="r", group=GROUP)
+
+
+def in_order(order: Sequence[int], *values: float | None, **changes) -> list[LogEvent]:
+    """The logs of a group whose members end in this order, one after the other."""
+    members = names(len(values))
+    return [event for n in order for event in log(members[n], members, values[n], **changes)]
+
+
+def advantages_of(part: Assembled) -> list[float]:
+    assert part.ready is not None
+    return [member.advantage for member in part.ready.members]
+
+
+def test_a_group_closes_at_so_many_scores_and_late_members_are_judged_by_the_frozen_baseline() -> None:
+    members = names(4)
+    parts = parts_of(in_order([2, 0, 3, 1], 1.0, 0.75, None, 0.0, close_at=2))
+    assert [part.cause for part in parts] == [members[3], members[1]]
+    closing, late = parts
+    assert closing.scored.executions == (members[0], members[2], members[3]), "in the order of the group"
+    assert closing.scored.unscored == {members[2]: "infra"}
+    assert advantages_of(closing) == [1.0, -1.0]
+    assert closing.ready is not None
+    assert (closing.ready.baseline, closing.ready.scale, closing.ready.slots) == (0.5, 2.0, 3)
+    assert advantages_of(late) == [0.5]
+    assert late.ready is not None
+    assert (late.ready.late, late.ready.executions, late.ready.slots) == (True, (members[1],), 1)
+    assert (late.scored.late, late.scored.scores, late.scored.tokens_by) == (True, {members[1]: 0.75}, {members[1]: 4})
+    ids = [event.event_id() for part in parts for event in (part.scored, part.ready) if event]
+    assert ids == [
+        f"task-{GROUP}-scored", f"group-{GROUP}-ready", f"task-{members[1]}-scored", f"group-{members[1]}-ready",
+    ]  # fmt: skip
+
+
+def test_a_late_member_without_a_score_takes_its_place_and_trains_nothing() -> None:
+    late = parts_of(in_order([0, 1, 2], 1.0, 0.0, None, close_at=2))[1]
+    assert late.ready is not None
+    assert (late.ready.members, late.ready.slots) == ((), 1)
+    assert (late.scored.outcome, late.scored.unscored) == ("ready", {names(3)[2]: "infra"})
+
+
+def test_a_deadline_closes_a_group_with_what_it_has_or_as_soon_as_it_has_enough() -> None:
+    events = in_order([0, 1, 2, 3], 1.0, 0.0, 1.0, 0.0, close_at=4)
+    length = len(events) // 4
+    after_two = parts_of([*events[: 2 * length], OVERDUE, *events[2 * length :]])
+    assert [part.cause for part in after_two] == [None, *names(4)[2:]]
+    assert [len(advantages_of(part)) for part in after_two] == [2, 1, 1]
+    too_early = parts_of([*events[:length], OVERDUE, OVERDUE, *events[length:]])
+    assert [part.cause for part in too_early] == list(names(4)[1:]), "min_members is 2"
+    evaluated = parts_of([*in_order([0], 1.0, purpose="evaluate", min_members=1)[:1], OVERDUE])
+    assert evaluated == []
+
+
+def test_a_group_that_is_dropped_has_no_late_members() -> None:
+    parts = parts_of(in_order([0, 1, 2], 1.0, None, None, close_at=2))
+    assert [(part.scored.outcome, part.scored.reason) for part in parts] == [("dropped", "too_few_members")]
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=2, max_size=6).flatmap(
+        lambda values: st.tuples(st.just(values), st.permutations(range(len(values))), st.integers(2, len(values)))
+    ),
+    st.one_of(st.none(), st.integers(0, 6)),
+    st.sampled_from(["grpo", "loo", "no_std"]),
+)
+def test_what_an_event_made_of_its_group_is_a_function_of_the_log_up_to_it(given_, mark, advantage) -> None:
+    values, order, close_at = given_
+    members = names(len(values))
+    logs = [log(members[n], members, values[n], turns=1, close_at=close_at, advantage=advantage) for n in order]
+    if mark is not None:
+        logs.insert(min(mark, len(logs)), [OVERDUE])  # type: ignore[list-item]
+    whole = parts_of([event for one in logs for event in one])
+    told: list[Assembled] = []
+    for count in range(1, len(logs) + 1):
+        cause = getattr(logs[count - 1][0], "execution", None)
+        prefix = [event for one in logs[:count] for event in one]
+        if all(isinstance(event, Overdue) for event in prefix):
+            continue
+        told += [part for part in parts_of(prefix) if part.cause == cause]
+    assert told == whole, "each event's handler tells what it caused, whatever came since"
+    accounted = [name for part in whole for name in part.scored.executions]
+    if whole and whole[0].ready is not None:
+        assert sorted(accounted) == sorted(members), "each member in one part"
+        closing = whole[0].ready
+        scores = [member.score for member in closing.members]
+        assert len(scores) >= min(close_at, 2)
+        base = baseline(scores, advantage)
+        assert (closing.baseline, closing.scale) == (base.center, base.scale)
+        for part in whole:
+            assert part.ready is not None
+            for member in part.ready.members:
+                assert member.advantage == (member.score - base.center) * base.scale
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=2, max_size=5).flatmap(
+        lambda values: st.tuples(st.just(values), st.permutations(range(len(values))))
+    ),
+    st.sampled_from(["grpo", "loo", "no_std"]),
+)
+def test_a_group_that_closes_with_its_last_member_is_one_part_with_the_advantages_of_all(given_, advantage) -> None:
+    values, order = given_
+    (part,) = parts_of(in_order(order, *values, turns=1, close_at=len(values), advantage=advantage))
+    again = assemble(in_order(range(len(values)), *values, turns=1, advantage=advantage))
+    assert (part.scored, part.ready) == (again.scored, again.ready), "whatever the order of the ends"
+    scores = [value for value in values if value is not None]
+    if part.ready is not None:
+        assert advantages_of(part) == advantages(scores, advantage)
+        assert not part.ready.late
+        assert part.ready.executions == names(len(values))
 
 
 @pytest.mark.parametrize(

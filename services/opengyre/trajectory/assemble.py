@@ -1,8 +1,14 @@
 """From the events of a group to its scores and its training data. Pure and deterministic (law 9).
 
-The result depends on the set of events alone: shuffled and duplicated input gives the same bytes. An execution whose
-log has a gap or two events at one place is `broken_log`; an evaluation that failed is no zero, so that execution has
-no score and enters no baseline (law 6).
+States of a group: open -> closed. It closes when `close_at` of its members have a score, or when all have ended; after
+the mark `Overdue`, as soon as `min_members` have a score. Baseline and scale are frozen from the members that have one
+then. A member that ends after that is a part of its own, judged by the frozen baseline.
+
+The result is a function of the log: of what the events of each execution are, and of the order in which executions
+ended (their `Ended`, and `Overdue`, in stream order). Where a group closes with its last member, that order is of no
+importance, and shuffled and duplicated input gives the same bytes. An execution whose log has a gap or two events at
+one place is `broken_log`; an evaluation that failed is no zero, so that execution has no score and enters no baseline
+(law 6).
 """
 
 import itertools
@@ -10,24 +16,31 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from opengyre.learn.advantage import advantages
+from opengyre.learn.advantage import Baseline, advantage, baseline
 from opengyre.proto import codec
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.task import GroupScored
-from opengyre.proto.traj import Call, Ended, Part, Started, TrajEvent, Verified
+from opengyre.proto.traj import Call, Ended, Overdue, Part, Started, TrajEvent, Verified
 from opengyre.trajectory.tree import paths
+
+Outcome = Literal["ready", "evaluated", "dropped"]
+LogEvent = TrajEvent | Overdue
+"""What a group's log consists of."""
 
 
 class NotWholeError(ValueError):
-    """A member of the group has not ended, or no event of the group tells its members."""
+    """No event of the group tells its members."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """`ready` is None unless the group is to be trained."""
+    """What one event of the log made of its group. `ready` is None unless there is something for the trainer."""
 
+    cause: str | None
+    """The execution whose end it was; None: the mark `Overdue`."""
     scored: GroupScored
     ready: GroupReady | None
 
@@ -41,39 +54,45 @@ class _Execution:
     calls: tuple[Call, ...]
 
 
-def assemble(events: Iterable[TrajEvent]) -> Assembled:
-    """Assemble the group that `events` (any order, any repetition) are the logs of.
+def assemble(events: Iterable[LogEvent]) -> list[Assembled]:
+    """The parts of the group that `events` are the log of, so far, in the order in which they came about: the closing
+    part, then one for each member that ended later. Empty while the group is open.
 
-    Raises `NotWholeError` while a member has not ended.
+    Raises `NotWholeError` where no execution has a start.
     """
-    logs = _logs(events)
+    logs, causes = _logs(events)
     dispatch = _dispatch(logs)
-    missing = [name for name in dispatch.members if not any(isinstance(e, Ended) for e in logs.get(name, ()))]
-    if missing:
-        raise NotWholeError(f"group {dispatch.group}: {', '.join(missing)} has not ended")
-    executions = [_execution(name, logs[name]) for name in dispatch.members]
-    scores = {e.execution: e.score for e in executions if e.score is not None}
-    unscored = {e.execution: e.reason for e in executions if e.score is None}
-    evaluated = dispatch.task.purpose == "evaluate"
-    reason = None
-    if not scores:
-        reason = "infra"
-    elif not evaluated and len(scores) < dispatch.min_members:
-        reason = "too_few_members"
-    versions = [span.version for e in executions for call in e.calls for span in call.versions]
-    scored = GroupScored(
-        run=dispatch.run,
-        task=dispatch.task.task,
-        group=dispatch.group,
-        outcome="dropped" if reason else "evaluated" if evaluated else "ready",
-        reason=reason,
-        scores=scores,
-        unscored=unscored,
-        sampled_version_min=min(versions, default=dispatch.version),
-        sampled_version_max=max(versions, default=dispatch.version),
-        tokens=sum(len(call.sampled_ids) for e in executions for call in e.calls),
-    )
-    return Assembled(scored, _ready(dispatch, executions) if scored.outcome == "ready" else None)
+    ended: list[_Execution] = []
+    parts: list[Assembled] = []
+    frozen: Baseline | None = None
+    overdue = False
+    for cause in causes:
+        if cause is None:
+            overdue = True
+        elif cause in dispatch.members:
+            ended.append(_execution(cause, logs[cause]))
+        else:
+            continue
+        if not parts:
+            if _closes(dispatch, ended, overdue=overdue):
+                place = {name: number for number, name in enumerate(dispatch.members)}
+                closing = sorted(ended, key=lambda execution: place[execution.execution])
+                made, frozen = _close(dispatch, closing, cause)
+                parts.append(made)
+        elif cause is not None and frozen is not None:
+            parts.append(_late(dispatch, ended[-1], frozen))
+    return parts
+
+
+def _closes(dispatch: EpisodeDispatch, ended: Sequence[_Execution], *, overdue: bool) -> bool:
+    whole = len(dispatch.members)
+    if len(ended) == whole:
+        return True
+    if dispatch.task.purpose == "evaluate":
+        return False
+    scored = sum(execution.score is not None for execution in ended)
+    wanted = whole if dispatch.close_at is None else dispatch.close_at
+    return scored >= (min(wanted, dispatch.min_members) if overdue else wanted)
 
 
 def score_of(parts: Sequence[Part]) -> float | None:
@@ -84,17 +103,25 @@ def score_of(parts: Sequence[Part]) -> float | None:
     return min(1.0, math.fsum(part.weight * part.value for part in parts) / total)
 
 
-def _logs(events: Iterable[TrajEvent]) -> dict[str, tuple[TrajEvent, ...]]:
-    """Execution -> its distinct events, by place; events at one place are in a fixed order."""
+def _logs(events: Iterable[LogEvent]) -> tuple[dict[str, tuple[TrajEvent, ...]], list[str | None]]:
+    """Execution -> its distinct events, by place, those at one place in a fixed order; and what may have closed the
+    group, each once, in the order of the log: executions that ended, or None for `Overdue`."""
     logs: dict[str, dict[int, list[TrajEvent]]] = {}
+    causes: dict[str | None, None] = {}
     for event in events:
+        if isinstance(event, Overdue):
+            causes[None] = None
+            continue
+        if isinstance(event, Ended):
+            causes[event.execution] = None
         there = logs.setdefault(event.execution, {}).setdefault(event.index, [])
         if event not in there:
             there.append(event)
-    return {
+    ordered = {
         name: tuple(event for place in sorted(log) for event in sorted(log[place], key=codec.encode))
         for name, log in logs.items()
     }
+    return ordered, list(causes)
 
 
 def _dispatch(logs: dict[str, tuple[TrajEvent, ...]]) -> EpisodeDispatch:
@@ -119,19 +146,66 @@ def _execution(name: str, log: tuple[TrajEvent, ...]) -> _Execution:
     return _Execution(name, score, "" if score is not None else "no_valid_parts", calls)
 
 
-def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution]) -> GroupReady:
-    scored = [(e, e.score) for e in executions if e.score is not None]
+def _close(
+    dispatch: EpisodeDispatch, ended: Sequence[_Execution], cause: str | None
+) -> tuple[Assembled, Baseline | None]:
+    """The closing part, and what it froze: nothing where the group is not to be trained."""
+    scores = [execution.score for execution in ended if execution.score is not None]
+    evaluated = dispatch.task.purpose == "evaluate"
+    reason = None
+    if not scores:
+        reason = "infra"
+    elif not evaluated and len(scores) < dispatch.min_members:
+        reason = "too_few_members"
+    outcome: Outcome = "dropped" if reason else "evaluated" if evaluated else "ready"
+    frozen = baseline(scores, dispatch.advantage) if outcome == "ready" else None
+    ready = _ready(dispatch, ended, frozen, late=False) if frozen is not None else None
+    return Assembled(cause, _scored(dispatch, ended, outcome, reason, late=False), ready), frozen
+
+
+def _late(dispatch: EpisodeDispatch, execution: _Execution, frozen: Baseline) -> Assembled:
+    """A member that ended after the group closed; without a score it has no members, and takes its place all the same,
+    so that updates fill up."""
+    alone = (execution,)
+    scored = _scored(dispatch, alone, "ready", None, late=True)
+    return Assembled(execution.execution, scored, _ready(dispatch, alone, frozen, late=True))
+
+
+def _scored(
+    dispatch: EpisodeDispatch, executions: Sequence[_Execution], outcome: Outcome, reason: str | None, *, late: bool
+) -> GroupScored:
+    versions = [span.version for e in executions for call in e.calls for span in call.versions]
+    tokens = {e.execution: sum(len(call.sampled_ids) for call in e.calls) for e in executions}
+    return GroupScored(
+        run=dispatch.run,
+        task=dispatch.task.task,
+        group=dispatch.group,
+        outcome=outcome,
+        reason=reason,
+        scores={e.execution: e.score for e in executions if e.score is not None},
+        unscored={e.execution: e.reason for e in executions if e.score is None},
+        sampled_version_min=min(versions, default=dispatch.version),
+        sampled_version_max=max(versions, default=dispatch.version),
+        tokens=sum(tokens.values()),
+        executions=tuple(e.execution for e in executions),
+        late=late,
+        tokens_by=tokens,
+    )
+
+
+def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: Baseline, *, late: bool) -> GroupReady:
     refused: Counter[str] = Counter()
     members: list[Member] = []
-    worth = advantages([score for _, score in scored], dispatch.advantage)
-    for (execution, score), advantage in zip(scored, worth, strict=True):
+    for execution in executions:
+        if execution.score is None:
+            continue
         found = paths(execution.calls)
         refused.update(found.refused)
         members.append(
             Member(
                 execution=execution.execution,
-                score=score,
-                advantage=advantage,
+                score=execution.score,
+                advantage=advantage(execution.score, frozen),
                 sequences=found.sequences,
                 trained_tokens=found.trained_tokens,
                 path_tokens=found.path_tokens,
@@ -144,10 +218,15 @@ def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution]) -> Group
         version=dispatch.version,
         members=tuple(members),
         refused=dict(sorted(refused.items())),
+        executions=tuple(execution.execution for execution in executions),
+        late=late,
+        baseline=frozen.center,
+        scale=frozen.scale,
+        group_size=len(dispatch.members),
     )
 
 
-def by_group(events: Iterable[TrajEvent]) -> dict[str, list[TrajEvent]]:
+def by_group(events: Iterable[LogEvent]) -> dict[str, list[LogEvent]]:
     """Group -> its events, groups in the order of their ids."""
     ordered = sorted(events, key=lambda event: event.group)
     return {name: list(found) for name, found in itertools.groupby(ordered, key=lambda event: event.group)}

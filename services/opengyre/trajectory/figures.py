@@ -4,7 +4,8 @@ from prometheus_client import Counter, Histogram
 
 from opengyre.trajectory.assemble import Assembled
 
-GROUPS = Counter("gyre_groups_scored", "Groups whose members have all ended, by outcome", ["outcome"])
+GROUPS = Counter("gyre_groups_scored", "Groups that closed, by outcome", ["outcome"])
+LATE = Counter("gyre_late_members", "Members that ended after their group had closed")
 EXECUTIONS = Counter("gyre_executions_scored", "Executions by result: scored, or why there is no score", ["result"])
 REFUSED = Counter("gyre_calls_refused", "Model calls that cannot be trained, by reason", ["reason"])
 TOKENS = Counter("gyre_trajectory_tokens", "Tokens of ready groups: trained, and on paths without sharing", ["kind"])
@@ -14,9 +15,12 @@ SECONDS = Histogram(
 
 
 def count(assembled: Assembled) -> None:
-    """Add a group that was published."""
+    """Add a part of a group that was published."""
     scored, ready = assembled.scored, assembled.ready
-    GROUPS.labels(scored.outcome).inc()
+    if scored.late:
+        LATE.inc()
+    else:
+        GROUPS.labels(scored.outcome).inc()
     EXECUTIONS.labels("scored").inc(len(scored.scores))
     for reason in scored.unscored.values():
         EXECUTIONS.labels(reason).inc()

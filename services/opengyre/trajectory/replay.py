@@ -1,6 +1,6 @@
 """A fresh processor for recorded events: the groups that a stretch of the TRAJ stream makes, with no broker and no
-state. `python -m opengyre.trajectory.replay < traj.jsonl > groups.jsonl` reads one event a line and writes one
-`GroupReady` a line.
+state. `python -m opengyre.trajectory.replay < traj.jsonl > groups.jsonl` reads one event a line, in the stream's order,
+and writes one `GroupReady` a line.
 """
 
 import sys
@@ -10,20 +10,19 @@ from typing import BinaryIO
 from opengyre.proto import codec
 from opengyre.proto.base import Event
 from opengyre.proto.group import GroupReady
-from opengyre.proto.traj import TrajEvent
+from opengyre.proto.traj import Overdue, TrajEvent
 from opengyre.trajectory.assemble import NotWholeError, assemble, by_group
 
 
 def replay_groups(events: Iterable[Event]) -> list[GroupReady]:
-    """The groups that are whole and to be trained, in the order of their ids; other events are passed over."""
+    """What went to the trainer of each group, in the order of the groups' ids; other events are passed over."""
     groups: list[GroupReady] = []
-    for found in by_group(event for event in events if isinstance(event, TrajEvent)).values():
+    for found in by_group(event for event in events if isinstance(event, TrajEvent | Overdue)).values():
         try:
-            assembled = assemble(found)
+            parts = assemble(found)
         except NotWholeError:
             continue
-        if assembled.ready is not None:
-            groups.append(assembled.ready)
+        groups.extend(part.ready for part in parts if part.ready is not None)
     return groups
 
 

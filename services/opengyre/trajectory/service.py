@@ -1,10 +1,13 @@
-"""The trajectory service: when the last member of a group has ended, its log becomes a group for the trainer.
+"""The trajectory service: when a group closes, its log becomes work for the trainer, and so does a member that ends
+later.
 
-No state of its own: the TRAJ stream holds everything, so any replica handles any message, and a group that is
-published twice is one message (its id), or is known to the trainer by its frontier. The order is: the group first,
-then that it is scored, then the acknowledgement.
+No state of its own: the TRAJ stream holds everything, so any replica handles any message. What an event of the log
+made of its group is a function of the log up to it (`assemble`), so each event's handler publishes what that event
+caused, and what is published twice is one message (its id), or is known to the trainer by its frontier. The order is:
+the group first, then that it is scored, then the acknowledgement. A deadline that passed is written into the group's
+log, at most once (expected last sequence 0), and is an event like an end.
 
-Awaits: `work` is woken by an `ended` event or by `stopping`; reading a log by the broker's answers.
+Awaits: `work` is woken by an `ended` event, an `overdue` one or `stopping`; reading a log by the broker's answers.
 """
 
 import asyncio
@@ -17,13 +20,14 @@ from starlette.routing import BaseRoute
 from opengyre.proto import codec, subjects
 from opengyre.proto.base import Event
 from opengyre.proto.group import GroupReady
-from opengyre.proto.traj import Ended, TrajEvent
+from opengyre.proto.task import GroupOverdue
+from opengyre.proto.traj import Ended, Overdue, Started, TrajEvent
 from opengyre.shared.blobs import MESSAGE_LIMIT
-from opengyre.shared.bus import BusUnavailableError, Delivery, Rejected, RetryLater, Stored, read, work
+from opengyre.shared.bus import BusUnavailableError, Delivery, FencedError, Rejected, RetryLater, Stored, read, work
 from opengyre.shared.lifecycle import Context
 from opengyre.shared.logs import bound
 from opengyre.trajectory import figures
-from opengyre.trajectory.assemble import Assembled, NotWholeError, assemble
+from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
 
 log = logging.getLogger("gyre.trajectory")
 
@@ -40,38 +44,71 @@ class Trajectory:
         """Assemble groups until the service stops."""
         context = self._context
         context.missing = None
-        await work(
-            context.bus,
-            *subjects.TRAJECTORY_ENDED,
-            self._on_ended,
-            stop=context.stopping,
-            concurrency=context.settings.trajectory.concurrency,
-            max_deliver=15,
-        )
+        width = context.settings.trajectory.concurrency
+        async with asyncio.TaskGroup() as tasks:
+            for consumer, handler in (
+                (subjects.TRAJECTORY_ENDED, self._on_ended),
+                (subjects.TRAJECTORY_OVERDUE, self._on_overdue),
+            ):
+                tasks.create_task(
+                    work(context.bus, *consumer, handler, stop=context.stopping, concurrency=width, max_deliver=15)
+                )
 
     async def _on_ended(self, event: Event, _delivery: Delivery) -> None:
         if not isinstance(event, Ended):
             raise Rejected(f"an execution's end was expected, not {type(event).__name__}")
         with bound(run=event.run, group=event.group, execution=event.execution):
-            if not await self._whole(event):
-                return
-            started = asyncio.get_running_loop().time()
-            stored = await read(self._context.bus, subjects.TRAJ, subjects.traj(event.run, event.group, "*", "*"))
+            if await self._may_close(event):
+                await self._make(event.run, event.group, event.execution)
+
+    async def _on_overdue(self, event: Event, _delivery: Delivery) -> None:
+        if not isinstance(event, GroupOverdue):
+            raise Rejected(f"a deadline that passed was expected, not {type(event).__name__}")
+        with bound(run=event.run, group=event.group):
+            subject = subjects.traj(event.run, event.group, subjects.ALL, "overdue")
             try:
-                assembled = await asyncio.to_thread(_assemble, stored)
-            except NotWholeError as error:
-                raise Rejected(f"the log is not complete: {error}") from error
-            try:
-                await self._publish(assembled)
+                await self._context.bus.append(
+                    subject, Overdue(run=event.run, group=event.group), scope=subject, last=0
+                )
+            except FencedError:
+                log.debug("the mark is there already")
             except BusUnavailableError as error:
                 raise RetryLater(str(error)) from error
-            figures.SECONDS.observe(asyncio.get_running_loop().time() - started)
+            await self._make(event.run, event.group, None)
 
-    async def _whole(self, ended: Ended) -> bool:
-        """Whether every member has ended; the last one's event is the one that finds it so."""
-        pattern = subjects.traj(ended.run, ended.group, "*", "ended")
-        found = await self._context.bus.subjects(subjects.TRAJ, pattern)
-        return all(subjects.traj(ended.run, ended.group, member, "ended") in found for member in ended.members)
+    async def _may_close(self, ended: Ended) -> bool:
+        """Whether this end may have made something of its group; most ends have not, and no log is read for them."""
+        bus = self._context.bus
+        found = await bus.subjects(subjects.TRAJ, subjects.traj(ended.run, ended.group, "*", "*"))
+        ends = sum(subjects.traj(ended.run, ended.group, member, "ended") in found for member in ended.members)
+        if ends == len(ended.members) or subjects.traj(ended.run, ended.group, subjects.ALL, "overdue") in found:
+            return True
+        first = await bus.last(subjects.traj(ended.run, ended.group, ended.execution, "started"), subjects.TRAJ)
+        try:
+            started = first.event() if first is not None else None
+        except codec.UndecodableError:
+            started = None
+        # Without a start that can be read the others' starts tell, when the log is read.
+        close_at = started.dispatch.close_at if isinstance(started, Started) else 0
+        return close_at is not None and ends >= close_at
+
+    async def _make(self, run: str, group: str, cause: str | None) -> None:
+        """Publish what `cause` (an execution's end; None: the mark) made of the group, if it made something."""
+        started = asyncio.get_running_loop().time()
+        stored = await read(self._context.bus, subjects.TRAJ, subjects.traj(run, group, "*", "*"))
+        try:
+            parts = await asyncio.to_thread(_assemble, stored)
+        except NotWholeError as error:
+            if cause is None:
+                return  # No member has begun; the mark is there when they end.
+            raise Rejected(f"the log is not complete: {error}") from error
+        for part in parts:
+            if part.cause == cause:
+                try:
+                    await self._publish(part)
+                except BusUnavailableError as error:
+                    raise RetryLater(str(error)) from error
+                figures.SECONDS.observe(asyncio.get_running_loop().time() - started)
 
     async def _publish(self, assembled: Assembled) -> None:
         context, scored = self._context, assembled.scored
@@ -80,9 +117,10 @@ class Trajectory:
             await context.bus.publish(subjects.group_ready(scored.run), ready)
         await context.bus.publish(subjects.task(scored.run, scored.task, "scored"), scored)
         figures.count(assembled)
-        self._groups += 1
+        self._groups += not scored.late
         context.gauges["groups_scored"] = self._groups
-        log.info("group %s: %s, scores %s", scored.group, scored.outcome, sorted(scored.scores.values()))
+        what = f"{scored.outcome}, late" if scored.late else scored.outcome
+        log.info("group %s: %s, scores %s", scored.group, what, sorted(scored.scores.values()))
 
     async def _packed(self, ready: GroupReady) -> GroupReady:
         """With its members as a blob when they are too large for a message."""
@@ -92,8 +130,8 @@ class Trajectory:
         return msgspec.structs.replace(ready, members=(), blob=await self._context.blobs.put(members))
 
 
-def _assemble(stored: Sequence[Stored]) -> Assembled:
-    events: list[TrajEvent] = []
+def _assemble(stored: Sequence[Stored]) -> list[Assembled]:
+    events: list[LogEvent] = []
     for message in stored:
         try:
             event = message.event()
@@ -101,6 +139,6 @@ def _assemble(stored: Sequence[Stored]) -> Assembled:
             # Its place in the log stays empty, which makes its execution a broken log, not the group.
             log.warning("undecodable event %d of TRAJ: %s", message.sequence, error)
             continue
-        if isinstance(event, TrajEvent):
+        if isinstance(event, TrajEvent | Overdue):
             events.append(event)
     return assemble(events)
