@@ -38,9 +38,9 @@ def test_a_token_weighs_its_executions_share_over_the_executions_tokens() -> Non
 def test_members_without_advantage_or_tokens_are_left_out_and_counted() -> None:
     members = [member(0.0, 4, score=1.0), member(1.0, 0, score=0.25)]
     assert items_of(members, 1.0) == []
-    stats = figures(members, GradientStats())
+    stats = figures(members, GradientStats(), 2)
     assert (stats.executions, stats.path_tokens, stats.score_sum, stats.zero_variance_groups) == (2, 18, 1.25, 0)
-    assert figures([member(0.0, 4)], GradientStats()).zero_variance_groups == 1
+    assert figures([member(0.0, 4)], GradientStats(), 2).zero_variance_groups == 1
 
 
 def test_figures_are_sums() -> None:
@@ -62,6 +62,6 @@ def test_an_accumulator_takes_only_its_own_attempt() -> None:
 
 
 def test_figures_survive_json_where_a_loss_was_not_finite() -> None:
-    stats = figures([member(1.0, 2)], GradientStats(tokens=2, loss=float("nan"), kl_sum=float("inf")))
+    stats = figures([member(1.0, 2)], GradientStats(tokens=2, loss=float("nan"), kl_sum=float("inf")), 2)
     assert msgspec.json.decode(msgspec.json.encode(stats), type=UpdateStats) == stats
     assert stats.tokens == 2

@@ -52,8 +52,9 @@ def test_a_request_that_cannot_be_served_is_named(change: dict[str, object], wor
 
 def test_an_answer_has_the_shape_of_vllms() -> None:
     result = GenerateResult((4, 5, 6), (-0.1, -0.2, -0.3), "abort", (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
-    assert msgspec.json.decode(msgspec.json.encode(to_answer("a", result))) == {
+    assert msgspec.json.decode(msgspec.json.encode(to_answer("a", result, 0.25))) == {
         "request_id": "a",
+        "engine_s": 0.25,
         "choices": [
             {
                 "index": 0,

@@ -1,13 +1,17 @@
-"""The drain: calls end or are stopped with their partial tokens, the engine sleeps, its memory is measured.
+"""The drain: calls end or are moved with their partial tokens, the engine sleeps, its memory is measured.
+
+A move is chosen by cost (design section 4): a call whose rest, at the speed that it had so far, does not fit into the
+grace is stopped at once, since waiting for it would only delay the switch; the others may end here.
 
 Awaits: the last call that leaves, bounded by the grace and then by `ABORTED_S` for each round of aborts; the engine.
 """
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from opengyre.host.door import Door
-from opengyre.host.engine import Engine
+from opengyre.host.engine import CallProgress, Engine
 
 log = logging.getLogger("gyre.host")
 
@@ -24,8 +28,27 @@ class Drained:
     """Measured before less measured after."""
 
 
-async def drain(engine: Engine, door: Door, grace_s: float) -> Drained:
+def to_move(calls: Iterable[CallProgress], ages: Mapping[str, float], grace_s: float, usual: float) -> list[str]:
+    """The calls that cannot end within the grace. Pure.
+
+    `ages`: seconds since each came in. `usual`: tokens a second of a call now, for those that have no token yet; where
+    that is 0 nothing is known, and they may try.
+    """
+    chosen: list[str] = []
+    for call in calls:
+        age = ages.get(call.request_id, 0.0)
+        speed = call.sampled / age if call.sampled and age > 0 else usual
+        if speed > 0 and call.limit - call.sampled > speed * grace_s:
+            chosen.append(call.request_id)
+    return chosen
+
+
+async def drain(engine: Engine, door: Door, grace_s: float, ages: Callable[[], Mapping[str, float]]) -> Drained:
     """Empty the shut door, put the engine to sleep. Raises `MemoryNotFreedError` when what it held is not free."""
+    now = engine.stats()
+    long = to_move(engine.progress(), ages(), grace_s, now.tokens_per_s / max(1, now.running))
+    if long:
+        await engine.abort(long)
     if not await door.empty(grace_s):
         # A call may be between the door and the engine, so one round of aborts is not always enough.
         while True:

@@ -6,7 +6,8 @@ are awaited with its bound (60 s). Values are those of `opengyre.tiny.types`, wh
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +19,23 @@ WAITING_FACTOR = 8
 """How many times its capacity an engine queues before it refuses."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallProgress:
+    """How far a call in flight is, in tokens."""
+
+    request_id: str
+    prompt: int
+    sampled: int
+    limit: int
+    """The most that it samples."""
+
+
 class Engine(Protocol):
     """What serves tokens. Errors are `EngineError`s and, where a directory is read, `ModelDirectoryError`."""
 
     name: str
+    takes_turns: bool
+    """Whether a load stops its calls noticeably, so that hosts load one after another."""
 
     def submit(self, request: GenerateRequest) -> "asyncio.Future[GenerateResult]":
         """Queue a call, at once. Cancelling the future frees its place."""
@@ -51,6 +65,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """What it does and holds now, measured; does not block."""
+        ...
+
+    def progress(self) -> Sequence[CallProgress]:
+        """Of each call in flight, those that wait in it too; does not block."""
         ...
 
     async def close(self) -> None: ...

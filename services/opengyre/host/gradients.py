@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import torch
 
-from opengyre.host.learners import Accumulator, UntrainableError, plus
+from opengyre.host.learners import Accumulator, UntrainableError, counted, plus
 from opengyre.learn.codec import flatten
 from opengyre.learn.gradient import GradientStats, InvalidSequenceError, Item, accumulate, zero_gradients
 from opengyre.learn.loss import Clip
@@ -39,24 +40,21 @@ def items_of(members: Sequence[Member], execution_weight: float) -> list[Item]:
     ]
 
 
-def figures(members: Sequence[Member], found: GradientStats) -> UpdateStats:
-    """The figures of one group; token sums are over tokens of members with an advantage.
+def figures(members: Sequence[Member], found: GradientStats, base: int) -> UpdateStats:
+    """The figures of one group at the version `base`; token sums are over tokens of members with an advantage.
 
     A sum that is not finite is given as 0: JSON has no such numbers. What is wrong shows in the gradient, which the
     trainer checks and refuses by the group's name.
     """
-    return UpdateStats(
-        executions=len(members),
+    return msgspec.structs.replace(
+        counted(members, base),
         tokens=found.tokens,
-        path_tokens=sum(member.path_tokens for member in members),
         loss=_finite(found.loss),
         clipped_tokens=found.clipped_tokens,
         kl_sum=_finite(found.kl_sum),
         entropy_sum=_finite(found.entropy_sum),
         logprob_gap_sum=_finite(found.logprob_gap_sum),
         logprob_gap_tokens=found.logprob_gap_tokens,
-        score_sum=sum(member.score for member in members),
-        zero_variance_groups=int(all(member.advantage == 0 for member in members)),
     )
 
 
@@ -123,7 +121,7 @@ class TorchLearner:
             raise UntrainableError(str(error)) from error
         into.groups.append(item.group.group)
         busy = UpdateStats(busy_s=time.monotonic() - began)
-        into.stats = plus(plus(into.stats, figures(members, found)), busy)
+        into.stats = plus(plus(into.stats, figures(members, found, item.base.version)), busy)
         return into
 
 

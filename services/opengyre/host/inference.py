@@ -80,11 +80,13 @@ def to_request(body: GenerateBody, engine_id: str, seed: int) -> GenerateRequest
     )
 
 
-def to_answer(request_id: str, result: GenerateResult) -> dict[str, Any]:
-    """The answer's JSON object."""
+def to_answer(request_id: str, result: GenerateResult, engine_s: float) -> dict[str, Any]:
+    """The answer's JSON object. `engine_s`: how long the call was in the engine, so that a caller can tell what the
+    way to it cost."""
     pairs = zip(result.token_ids, result.logprobs, strict=True)
     return {
         "request_id": request_id,
+        "engine_s": engine_s,
         "choices": [
             {
                 "index": 0,
@@ -108,7 +110,8 @@ class Inference:
         self._door = door
         self._why_not = why_not
         self._numbers = itertools.count()
-        self._calls: dict[str, str] = {}
+        self._calls: dict[str, tuple[str, float]] = {}
+        """Engine's identifier -> the client's, and when it came in."""
         self.moved = 0
         """Calls that were answered with partial tokens, since the start."""
 
@@ -117,6 +120,11 @@ class Inference:
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/inference/v1/abort_requests", self.abort, methods=["POST"]),
         ]
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since each call in flight came in, by the engine's identifier."""
+        now = asyncio.get_running_loop().time()
+        return {engine_id: now - since for engine_id, (_, since) in self._calls.items()}
 
     async def generate(self, request: Request) -> Response:
         try:
@@ -139,7 +147,9 @@ class Inference:
         engine_id = f"{next(self._numbers)}:{body.request_id}"
         seed = random.getrandbits(63)
         answer = self._engine.submit(to_request(body, engine_id, seed))
-        self._calls[engine_id] = body.request_id
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        self._calls[engine_id] = (body.request_id, since)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             done, _ = await asyncio.wait({answer, gone}, timeout=CALL_BOUND_S, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +163,7 @@ class Inference:
             gone.cancel()
             del self._calls[engine_id]
         self.moved += result.finish_reason == "abort"
-        return _json(200, to_answer(body.request_id, result))
+        return _json(200, to_answer(body.request_id, result, round(clock() - since, 6)))
 
     async def abort(self, request: Request) -> Response:
         try:
@@ -163,7 +173,7 @@ class Inference:
         except (msgspec.DecodeError, InvalidRequestError) as error:
             return _error(400, "invalid_request", str(error))
         wanted = None if body.request_ids is None else {name.removeprefix(ID_PREFIX) for name in body.request_ids}
-        chosen = [engine_id for engine_id, name in self._calls.items() if wanted is None or name in wanted]
+        chosen = [engine_id for engine_id, (name, _) in self._calls.items() if wanted is None or name in wanted]
         aborted = await self._engine.abort(chosen) if chosen else 0
         return _json(200, {"status": "aborted", "aborted": aborted})
 

@@ -64,6 +64,23 @@ def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
     return UpdateStats(**{name: getattr(one, name) + getattr(other, name) for name in UpdateStats.__struct_fields__})
 
 
+def counted(members: Sequence[Member], base: int) -> UpdateStats:
+    """What can be counted of one group without computing; sums over trained tokens are of members with an advantage.
+
+    `base` is the version that is trained.
+    """
+    trained = [member for member in members if member.advantage != 0 and member.trained_tokens > 0]
+    versions = (span.versions for member in trained for sequence in member.sequences for span in sequence.spans)
+    return UpdateStats(
+        executions=len(members),
+        tokens=sum(member.trained_tokens for member in trained),
+        path_tokens=sum(member.path_tokens for member in members),
+        score_sum=sum(member.score for member in members),
+        zero_variance_groups=int(all(member.advantage == 0 for member in members)),
+        token_staleness_sum=sum(base * len(sampled_by) - sum(sampled_by) for sampled_by in versions),
+    )
+
+
 def members_of(blob: bytes) -> tuple[Member, ...]:
     """The members of a group that was too large for a message; raises `msgspec.DecodeError`."""
     return msgspec.json.decode(blob, type=tuple[Member, ...])

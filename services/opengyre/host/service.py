@@ -67,7 +67,7 @@ class Host:
         self._cell = check_token("host.cell", settings.cell or settings.host)
         self._boot = uuid.uuid4().hex[:12]
         self._engine = engine or make_engine(settings)
-        self._door = Door((1 + WAITING_FACTOR) * settings.capacity)
+        self._door = Door(int((1 + WAITING_FACTOR) * settings.capacity))
         self._inference = Inference(self._engine, self._door, self._why_not)
         self._worker = Worker(context, self._host, self._boot, make_learner(settings))
         self._reporter = Reporter(context.bus, self._status, settings.heartbeat_s, settings.lost_after_s)
@@ -282,14 +282,30 @@ class Host:
         directory = Path(manifest.directory)
         if asleep:
             await self._engine.wake(directory, manifest.version)
+            if self._settings.dry_switch and self._last_switch_s is None:
+                await self._switch_dry(directory, manifest.version)
             await self._engine.resume()
             return
-        async with in_turn(self._context.bus, manifest.run, f"{self._host}-{self._boot}"):
+        turn = in_turn(self._context.bus, manifest.run, f"{self._host}-{self._boot}")
+        async with turn if self._engine.takes_turns else contextlib.nullcontext():
             await self._engine.pause()
             try:
                 await self._engine.load(directory, manifest.version)
             finally:
                 await self._engine.resume()
+
+    async def _switch_dry(self, directory: Path, version: int) -> None:
+        """Sleep and wake once, before any traffic: what a switch takes is known before the first real one."""
+        if self._position.state is not HostState.JOINING:
+            return
+        began = self._clock()
+        await self._engine.sleep()
+        if left := held(self._engine):
+            log.error("dry switch: the engine sleeps and holds %d bytes still", left)
+        if self._engine.stats().state == "asleep":
+            await self._engine.wake(directory, version)
+            self._last_switch_s = (self._clock() - began) / 2
+            log.info("a dry switch took %.3f s each way", self._last_switch_s)
 
     async def _acknowledge(self, manifest: Manifest, duration_s: float) -> None:
         """Only what was acknowledged counts as applied; raises `BusError`."""
@@ -322,7 +338,7 @@ class Host:
     async def _drain(self) -> None:
         try:
             with self._context.waits.on("calls to leave and the engine to sleep", self._grace_s):
-                drained = await drain(self._engine, self._door, self._grace_s)
+                drained = await drain(self._engine, self._door, self._grace_s, self._inference.ages)
         except (MemoryNotFreedError, EngineError) as error:
             log.error("drain: %s", error)  # noqa: TRY400 - a known fault; its sentence says all
             if self._context.stopping.is_set():
@@ -374,6 +390,7 @@ class Host:
             version=self._applied.version if self._applied else -1,
             capacity=self._settings.capacity,
             running=self._door.live,
+            held_tokens=sum(call.prompt + call.sampled for call in self._engine.progress()),
             tokens_per_s=round(stats.tokens_per_s, 1),
             memory_bytes=held(self._engine),
             training_group=self._worker.group,

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
-from opengyre.host.engine import WAITING_FACTOR
+from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.engine import TinyEngine
 from opengyre.tiny.types import EngineSettings, EngineStats, GenerateRequest, GenerateResult, WrongStateError
@@ -17,6 +17,7 @@ class TinyHostEngine:
     """`TinyEngine` behind the interface; made when the first weights are known."""
 
     name = "tiny"
+    takes_turns = True
 
     def __init__(self, capacity: int, threads: int) -> None:
         self._settings = EngineSettings(max_batch=capacity, max_waiting=WAITING_FACTOR * capacity, threads=threads)
@@ -48,6 +49,9 @@ class TinyHostEngine:
         if self._engine is None:
             return EngineStats("asleep", -1, 0, 0, 0, 0.0, 0, 0)
         return self._engine.stats()
+
+    def progress(self) -> list[CallProgress]:
+        return [] if self._engine is None else [CallProgress(*call) for call in self._engine.progress()]
 
     async def close(self) -> None:
         if self._engine is not None:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 PREFIX = "GYRE_"
 OUTSIDE = {"GYRE_CONFIG", "GYRE_TEST_DATA", "GYRE_STATE_DIR", "GYRE_GATEWAY_URL", "GYRE_API_KEY"}
@@ -107,11 +116,45 @@ class TrainerSettings(Section):
 class HostSettings(Section):
     host: str = Field(default="host0", description="name of this host, stable over restarts")
     cell: str | None = Field(default=None, description="cell it belongs to; default: a cell of its own")
-    engine: Literal["tiny"] = "tiny"
+    engine: Literal["tiny", "emulated"] = Field(
+        default="tiny", description="tiny computes; emulated has no model and takes time, to measure everything else"
+    )
+    count: int = Field(
+        default=1, ge=1, le=10_000, description="emulated hosts of this one process, named <host>-000, <host>-001, ..."
+    )
     threads: int = Field(default=1, ge=1)
-    capacity: int = Field(default=32, ge=1, description="calls it serves at full speed")
+    capacity: float = Field(default=32, ge=1, description="calls it serves at full speed; whole for the tiny engine")
+    dry_switch: bool = Field(
+        default=True, description="sleep and wake once after the first load, so that a switch's duration is known"
+    )
     heartbeat_s: float = Field(default=1.0, gt=0, le=60)
     lost_after_s: int = Field(default=5, ge=2, description="time to live of its heartbeat")
+    tokens_per_s: float = Field(
+        default=40, gt=0, le=1e9, description="emulated: of a call at full speed; above capacity calls share evenly"
+    )
+    switch_s: float = Field(default=0, ge=0, le=86_400, description="emulated: duration of a sleep, and of a wake")
+    train_s_per_execution: float = Field(
+        default=1, ge=0, le=86_400, description="emulated: how long a cell trains an execution"
+    )
+    time_scale: float = Field(
+        default=1, gt=0, le=1e6, description="emulated: everything takes so many times less than it says"
+    )
+
+    @field_validator("count")
+    @classmethod
+    def _many(cls, count: int, info: ValidationInfo) -> int:
+        if count > 1 and info.data.get("engine") != "emulated":
+            raise ValueError("allowed is 1, or more with host.engine emulated")
+        if count > 1 and info.data.get("cell") is not None:
+            raise ValueError("allowed is 1 with host.cell set: several hosts of a process are a cell each")
+        return count
+
+    @field_validator("capacity")
+    @classmethod
+    def _whole(cls, capacity: float, info: ValidationInfo) -> float:
+        if capacity != int(capacity) and info.data.get("engine") != "emulated":
+            raise ValueError("allowed are whole numbers, or any from 1 with host.engine emulated")
+        return capacity
 
 
 class Settings(Section):

@@ -82,6 +82,15 @@ class Core:
     def live(self) -> int:
         return len(self._ids)
 
+    def progress(self) -> list[tuple[str, int, int, int]]:
+        """Id, prompt, sampled and limit of each request; may be called beside a step, by any thread."""
+        lives = (*tuple(self._slots), *tuple(self._waiting))  # each copied whole, while nothing else runs
+        return [
+            (live.request.request_id, len(live.request.token_ids), len(live.logprobs), live.request.max_tokens)
+            for live in lives
+            if live is not None
+        ]
+
     def check(self, request: GenerateRequest) -> None:
         """Raise `InvalidRequestError` if the request can never be served here."""
         vocab = self.config.vocab_size

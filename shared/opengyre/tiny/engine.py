@@ -142,6 +142,11 @@ class TinyEngine:
             weight_bytes=weights.nbytes if weights is not None else 0,
         )
 
+    def progress(self) -> list[tuple[str, int, int, int]]:
+        """Of each call in flight: its id, and the tokens of its prompt, sampled so far, and sampled at most; without
+        waiting for the worker."""
+        return self._core.progress()
+
     def close(self, timeout: float = TIMEOUT_S) -> None:
         """End the calls in flight with what they have, then the worker. Repeating it changes nothing."""
         self._queue.put(None)

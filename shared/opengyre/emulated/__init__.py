@@ -1,0 +1,1 @@
+"""An accelerator without a model: how long calls take on it and which tokens they give. Pure; needs no torch."""
