@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
-from opengyre.cli.supervisor_plan import MARK, Addresses, Program, services, stages
+from opengyre.cli.supervisor_plan import MARK, Addresses, Fleet, Program, services, stages
 
 ADDRESSES = Addresses("nats://127.0.0.1:1", "redis://127.0.0.1:2", 8080, "secret", Path("/state"))
 
 
 def test_the_gateway_stops_first_and_the_broker_last() -> None:
     below = (Program("nats", ("nats",)), Program("valkey", ("valkey",)))
-    order = [[program.name for program in stage] for stage in stages([*below, *services(ADDRESSES, 2)])]
+    order = [[program.name for program in stage] for stage in stages([*below, *services(ADDRESSES, Fleet(2))])]
     assert order[0] == ["gateway"]
     assert {"rollout", "trainer", "trajectory", "allocator", "host0", "host1"} == set(order[1])
     assert order[2:] == [["sandbox"], ["valkey"], ["nats"]]
 
 
 def test_every_service_is_told_where_everything_is() -> None:
-    programs = services(ADDRESSES, 3)
+    programs = services(ADDRESSES, Fleet(3))
     assert {program.name for program in programs} >= {"host0", "host1", "host2"}
     for program in programs:
         environment = program.environment
@@ -30,5 +30,16 @@ def test_every_service_is_told_where_everything_is() -> None:
 
 
 def test_without_a_cache_none_is_named() -> None:
-    program = services(Addresses("nats://127.0.0.1:1", None, 1, None, Path("/state")), 1)[0]
+    program = services(Addresses("nats://127.0.0.1:1", None, 1, None, Path("/state")), Fleet(1))[0]
     assert "GYRE_CACHE__URL" not in program.environment
+
+
+def test_emulated_hosts_share_processes_and_others_do_not() -> None:
+    def hosts(fleet: Fleet) -> dict[str, tuple[str, str]]:
+        programs = [program for program in services(ADDRESSES, fleet) if program.name.startswith("host")]
+        return {p.name: (p.environment["GYRE_HOST__ENGINE"], p.environment["GYRE_HOST__COUNT"]) for p in programs}
+
+    assert hosts(Fleet(32, "emulated")) == {"host0": ("emulated", "32")}
+    assert hosts(Fleet(5, "emulated", 2)) == {"host0": ("emulated", "3"), "host1": ("emulated", "2")}
+    assert hosts(Fleet(2, "emulated", 8)) == {"host0": ("emulated", "1"), "host1": ("emulated", "1")}
+    assert hosts(Fleet(2)) == {"host0": ("tiny", "1"), "host1": ("tiny", "1")}

@@ -47,11 +47,32 @@ class Addresses:
     api_key: str | None
     state_dir: Path
     """Absolute."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Further settings of all services, as environment variables."""
 
 
-def services(addresses: Addresses, hosts: int) -> tuple[Program, ...]:
-    """The seven services, with `hosts` hosts named host0, host1, ..."""
+EngineName = Literal["tiny", "emulated"]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The hosts of a stack."""
+
+    hosts: int = 2
+    engine: EngineName = "tiny"
+    processes: int = 1
+    """Of the emulated engine, whose hosts share processes; a tiny host always has its own."""
+
+    def shares(self) -> list[int]:
+        """How many hosts each process holds; they differ by one at most."""
+        processes = self.hosts if self.engine == "tiny" else min(self.processes, self.hosts)
+        return [self.hosts // processes + (n < self.hosts % processes) for n in range(processes)]
+
+
+def services(addresses: Addresses, fleet: Fleet) -> tuple[Program, ...]:
+    """The seven services; the processes of hosts are named host0, host1, ..., as are hosts that have one each."""
     common = {
+        **addresses.settings,
         "GYRE_BUS__URL": addresses.nats,
         "GYRE_STATE_DIR": str(addresses.state_dir),
         MARK: str(addresses.state_dir),
@@ -69,7 +90,17 @@ def services(addresses: Addresses, hosts: int) -> tuple[Program, ...]:
     if addresses.api_key:
         gateway["GYRE_GATEWAY__API_KEYS"] = addresses.api_key
     once = tuple(service(name, name, **(gateway if name == "gateway" else {})) for name in SERVICES)
-    return (*once, *(service(f"host{i}", "host", GYRE_HOST__HOST=f"host{i}") for i in range(hosts)))
+    hosts = (
+        service(
+            f"host{n}",
+            "host",
+            GYRE_HOST__HOST=f"host{n}",
+            GYRE_HOST__ENGINE=fleet.engine,
+            GYRE_HOST__COUNT=str(share),
+        )
+        for n, share in enumerate(fleet.shares())
+    )
+    return (*once, *hosts)
 
 
 def stages(programs: Sequence[Program]) -> list[list[Program]]:

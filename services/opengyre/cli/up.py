@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from opengyre.cli import stack as stacks
 from opengyre.cli.stack import Lock, Stack, StackError
 from opengyre.cli.supervisor import Supervisor
 from opengyre.cli.supervisor_child import tail
-from opengyre.cli.supervisor_plan import MARK, Addresses, Program, services
+from opengyre.cli.supervisor_plan import MARK, Addresses, EngineName, Fleet, Program, services
 from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import InfraError
 from opengyre.sandbox.machine import find_bwrap
@@ -33,6 +33,8 @@ from opengyre.shared.settings import Settings
 BROKER_S = 20.0
 READY_S = 60.0
 SANDBOXES_S = 30.0
+MAX_TINY = 64
+"""Hosts that are processes of their own."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Options:
     hosts: int = 2
     port: int | None = None
     """Of the REST API; by default the one it had before, or a free one."""
+    engine: EngineName = "tiny"
+    host_processes: int = 1
+    """Processes that emulated hosts share."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Settings for all services, beside those of this process's environment."""
 
 
 @dataclass
@@ -80,6 +87,8 @@ def check(options: Options, settings: Settings) -> None:
     """Raise `StackError` or `MissingBinaryError` for what a stack would fail of, before anything of it is there."""
     if options.port is not None and not is_free(options.port):
         raise StackError(f"--port {options.port} is taken by another program; give a free one, or leave it out")
+    if options.engine == "tiny" and options.hosts > MAX_TINY:
+        raise StackError(f"--hosts is {options.hosts}; allowed are 1 to {MAX_TINY}, or more with --engine emulated")
     port = settings.http.port
     if options.port is None and port and not is_free(port):
         raise StackError(f"http.port {port} is taken by another program; set a free one, or 0, or give --port")
@@ -129,8 +138,9 @@ def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program],
         state_dir=str(state),
         supervisor_pid=os.getpid(),
     )
-    addresses = Addresses(nats, valkey, gateway_port, stack.api_key, state)
-    return stack, below, list(services(addresses, options.hosts))
+    addresses = Addresses(nats, valkey, gateway_port, stack.api_key, state, options.environment)
+    fleet = Fleet(options.hosts, options.engine, options.host_processes)
+    return stack, below, list(services(addresses, fleet))
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from rich.table import Table
 from opengyre.cli import stack as stacks
 from opengyre.cli.stack import Stack, StackError
 from opengyre.cli.supervisor_child import rotate, tail
+from opengyre.cli.supervisor_plan import EngineName
 from opengyre.cli.up import READY_S, Options, Running, check, end_leftovers, end_sandboxes, running
 from opengyre.shared.settings import Settings, load
 
@@ -41,18 +42,26 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    hosts: Annotated[int, typer.Option(min=1, max=64, help="GPU hosts to emulate, each a process.")] = 2,
+    hosts: Annotated[int, typer.Option(min=1, max=10_000, help="GPU hosts to stand in for.")] = 2,
     state_dir: StateDir = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the REST API.")] = None,
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="tiny trains for real, a process a host; emulated only takes time. Default: host.engine."),
+    ] = None,
+    host_processes: Annotated[int, typer.Option(min=1, max=64, help="Processes that emulated hosts share.")] = 1,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when everything runs.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --detach: print stack.json.")] = False,
 ) -> None:
     """Start the embedded stack: NATS, Valkey and the seven services, on free loopback ports.
 
     Example: gyre up --hosts 2 --detach
+
+    Example: gyre up --hosts 32 --engine emulated
     """
     settings = load()
-    options = Options(state_dir or settings.state_dir, hosts, port)
+    chosen = engine or settings.host.engine
+    options = Options(state_dir or settings.state_dir, hosts, port, chosen, host_processes)
     if stacks.owner(options.state_dir.absolute()) is None:  # else it is said below that a stack runs already
         check(options, settings)
     if detach:
@@ -129,6 +138,7 @@ def _detached(options: Options) -> Stack:
         log = logs / "supervisor.log"
         rotate(log)
     command = [sys.executable, "-m", "opengyre.cli", "up", "--hosts", str(options.hosts), "--state-dir", str(state)]
+    command += ["--engine", options.engine, "--host-processes", str(options.host_processes)]
     if options.port is not None:
         command += ["--port", str(options.port)]
     with log.open("ab") as out:

@@ -3,4 +3,4 @@
 from opengyre.shared.lifecycle import main
 
 if __name__ == "__main__":
-    main("host", "opengyre.host.service:Host")
+    main("host", "opengyre.host.many:serve")

@@ -43,19 +43,24 @@ def to_move(calls: Iterable[CallProgress], ages: Mapping[str, float], grace_s: f
     return chosen
 
 
-async def drain(engine: Engine, door: Door, grace_s: float, ages: Callable[[], Mapping[str, float]]) -> Drained:
-    """Empty the shut door, put the engine to sleep. Raises `MemoryNotFreedError` when what it held is not free."""
+async def end_calls(engine: Engine, door: Door, grace_s: float, ages: Callable[[], Mapping[str, float]]) -> None:
+    """Empty the shut door: what fits into the grace ends, the rest is stopped with its partial tokens."""
     now = engine.stats()
     long = to_move(engine.progress(), ages(), grace_s, now.tokens_per_s / max(1, now.running))
     if long:
         await engine.abort(long)
-    if not await door.empty(grace_s):
-        # A call may be between the door and the engine, so one round of aborts is not always enough.
-        while True:
-            await engine.abort(None)
-            if await door.empty(ABORTED_S):
-                break
-            log.info("drain: %d calls have not left yet", door.live)
+    if await door.empty(grace_s):
+        return
+    # A call may be between the door and the engine, so one round of aborts is not always enough.
+    while True:
+        await engine.abort(None)
+        if await door.empty(ABORTED_S):
+            return
+        log.info("drain: %d calls have not left yet", door.live)
+
+
+async def put_to_sleep(engine: Engine) -> Drained:
+    """Free what the engine holds. Raises `MemoryNotFreedError` when it is not free."""
     before = held(engine)
     await engine.sleep()
     after = held(engine)

@@ -19,9 +19,10 @@ from typing import Final, assert_never
 from starlette.routing import BaseRoute
 
 from opengyre.host.door import Door
-from opengyre.host.drain import MemoryNotFreedError, drain, held
+from opengyre.host.drain import MemoryNotFreedError, end_calls, held, put_to_sleep
 from opengyre.host.engine import WAITING_FACTOR, Engine, make_engine, make_learner
 from opengyre.host.inference import Inference
+from opengyre.host.levels import Levels, levels
 from opengyre.host.reporter import Reporter
 from opengyre.host.roles import ACTIVITY, Activity, Effect, Event, Position, Signal, advance, ended
 from opengyre.host.versions import (
@@ -40,7 +41,7 @@ from opengyre.proto.ids import check_token
 from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest, WeightsApplied, WeightsRefused
 from opengyre.shared import metrics
-from opengyre.shared.bus import Bucket, BusError
+from opengyre.shared.bus import BusError, View
 from opengyre.shared.lifecycle import Context
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.tiny.types import EngineError
@@ -59,7 +60,9 @@ class EngineFailedError(Exception):
 
 
 class Host:
-    def __init__(self, context: Context, engine: Engine | None = None) -> None:
+    """`levels` are the mirrors that it shares with other hosts of the process; without them it has its own."""
+
+    def __init__(self, context: Context, engine: Engine | None = None, levels: Levels | None = None) -> None:
         settings = context.settings.host
         self._context = context
         self._settings = settings
@@ -68,7 +71,8 @@ class Host:
         self._boot = uuid.uuid4().hex[:12]
         self._engine = engine or make_engine(settings)
         self._door = Door(int((1 + WAITING_FACTOR) * settings.capacity))
-        self._inference = Inference(self._engine, self._door, self._why_not)
+        self.inference = Inference(self._engine, self._door, self._why_not)
+        self._levels = levels
         self._worker = Worker(context, self._host, self._boot, make_learner(settings))
         self._reporter = Reporter(context.bus, self._status, settings.heartbeat_s, settings.lost_after_s)
         self._position = Position()
@@ -90,15 +94,22 @@ class Host:
         self._freed = 0
 
     def routes(self) -> Sequence[BaseRoute]:
-        return self._inference.routes()
+        return self.inference.routes()
 
     async def run(self) -> None:
+        if self._levels is not None:
+            await self._live(self._levels)
+            return
+        async with levels(self._context.bus) as own:
+            await self._live(own)
+
+    async def _live(self, told: Levels) -> None:
         self._look()
         async with asyncio.TaskGroup() as tasks:
             helpers = [
                 tasks.create_task(self._reporter.run()),
-                tasks.create_task(self._follow_run()),
-                tasks.create_task(self._obey()),
+                tasks.create_task(self._follow_run(told.runs)),
+                tasks.create_task(self._obey(told.desired)),
                 tasks.create_task(self._watch_engine()),
                 tasks.create_task(self._stop()),
             ]
@@ -117,20 +128,18 @@ class Host:
         await self._context.stopping.wait()
         self._event(Signal.STOP, "the process was told to end")
 
-    async def _obey(self) -> None:
+    async def _obey(self, view: View[DesiredRole]) -> None:
         """The level in `gyre_desired`, whatever commands were missed."""
-        async with Bucket(self._context.bus, subjects.KV_DESIRED, DesiredRole).view() as view:
-            while True:
-                desired = view.values.get(self._host)
-                if desired is not None and desired.epoch > self._position.epoch:
-                    self._grace_s = desired.grace_s
-                    self._event(desired, desired.reason or f"told to be {desired.role}")
-                await view.changed(LOOK_AGAIN_S)
+        while True:
+            desired = view.values.get(self._host)
+            if desired is not None and desired.epoch > self._position.epoch:
+                self._grace_s = desired.grace_s
+                self._event(desired, desired.reason or f"told to be {desired.role}")
+            await view.changed(LOOK_AGAIN_S)
 
-    async def _follow_run(self) -> None:
+    async def _follow_run(self, view: View[RunSpec]) -> None:
         """The active run, and its versions."""
-        bus = self._context.bus
-        async with Bucket(bus, subjects.KV_RUNS, RunSpec).view() as view, asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             following: asyncio.Task[None] | None = None
             try:
                 while True:
@@ -140,7 +149,7 @@ class Host:
                             following.cancel()
                         self._run, self._current = run, None
                         self._event(Signal.RUN_CHANGED, f"run {run} is active")
-                        following = tasks.create_task(follow_published(bus, run, self._found))
+                        following = tasks.create_task(follow_published(self._context.bus, run, self._found))
                     await view.changed(LOOK_AGAIN_S)
             finally:
                 if following is not None:
@@ -192,7 +201,7 @@ class Host:
             epoch=self._position.epoch,
             version=self._engine.stats().version,
             live_calls=self._door.live,
-            moved_calls=self._inference.moved - self._moved_before if before is HostState.DRAINING else 0,
+            moved_calls=self.inference.moved - self._moved_before if before is HostState.DRAINING else 0,
             freed_bytes=self._freed if before is HostState.DRAINING else 0,
             duration_s=now - self._since,
             reason=reason,
@@ -204,7 +213,7 @@ class Host:
         elif after in (HostState.DRAINING, HostState.LEAVING_TRAIN) or before is HostState.CORDONED:
             self._switch_began = now
         if after is HostState.DRAINING:
-            self._moved_before = self._inference.moved
+            self._moved_before = self.inference.moved
         if self._switch_began is not None and after in (HostState.ROLLOUT, HostState.TRAIN, HostState.CORDONED):
             self._last_switch_s = now - self._switch_began
             metrics.ROLE_SWITCHES.labels(after.value).inc()
@@ -338,12 +347,13 @@ class Host:
     async def _drain(self) -> None:
         try:
             with self._context.waits.on("calls to leave and the engine to sleep", self._grace_s):
-                drained = await drain(self._engine, self._door, self._grace_s, self._inference.ages)
+                await end_calls(self._engine, self._door, self._grace_s, self.inference.ages)
+                if self._position.stopping:
+                    self._event(Signal.DRAINED, "the process ends, and its memory with it")
+                    return
+                drained = await put_to_sleep(self._engine)
         except (MemoryNotFreedError, EngineError) as error:
             log.error("drain: %s", error)  # noqa: TRY400 - a known fault; its sentence says all
-            if self._context.stopping.is_set():
-                self._event(Signal.DRAINED, f"the process ends, and its memory with it: {error}")
-                return
             with self._context.waits.on(f"the engine to give its memory back: {error}", 1.0):
                 await self._context.pause(1.0)
             return
