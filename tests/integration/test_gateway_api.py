@@ -401,7 +401,7 @@ def test_every_example_is_of_its_type() -> None:
         "TaskReport": [examples.TASK_REPORT], "GroupReport": [examples.GROUP_REPORT],
         "ExecutionReport": [examples.EXECUTION_REPORT], "StalenessReport": [examples.STALENESS],
         "HostsReport": [examples.HOSTS], "WishReply": [examples.WISH], "WeightsReport": [examples.WEIGHTS],
-        "StatusReport": [examples.STATUS],
+        "StatusReport": [examples.STATUS], "CellsReport": [examples.CELLS], "DecisionList": [examples.DECISION_LIST],
     }  # fmt: skip
     kinds = openapi.answers()
     assert set(pairs) == set(kinds) - {"ProblemDocument"}

@@ -8,15 +8,26 @@ from hypothesis import strategies as st
 
 from opengyre.elastic.admission import room
 from opengyre.elastic.knobs import SYSTEMS, InvalidKnobError, reverse, system_of, translate
-from opengyre.proto.run import Dispatch, RunSpec
+from opengyre.proto.decision import AdmissionInput
+from opengyre.proto.run import Dispatch
 
 BATCH = 32
 
 
 def ours(phi: float, mu: int, published: int, started: int, trained: int) -> int:
-    dispatch = Dispatch(phi=phi, mu=mu, batch_groups=BATCH, group_size=1, min_members=1)
-    run = RunSpec(run="r", model="m", dispatch=dispatch)
-    return room(run, published=published, kept=started, unconsumed=started - trained)
+    return room(
+        AdmissionInput(
+            dispatch=Dispatch(phi=phi, mu=mu, batch_groups=BATCH, group_size=1, min_members=1),
+            updates=None,
+            state="active",
+            finished=False,
+            published=published,
+            kept_executions=started,
+            unconsumed_executions=started - trained,
+            waiting=1 << 20,
+            most=1 << 20,
+        )
+    )
 
 
 @given(st.integers(0, 8), st.integers(0, 20), st.integers(0, 400))

@@ -1,4 +1,4 @@
-"""`gyre run RECIPE.toml`: create a run, submit its tasks, follow it live."""
+"""`gyre run RECIPE.toml`: create a run, submit its tasks, follow it live; and the verbs for runs that there are."""
 
 import time
 from pathlib import Path
@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
-from opengyre.cli import hosts, staleness
+from opengyre.cli import hosts, run_changes, staleness
 from opengyre.cli.client import (
     Api,
     ClientError,
@@ -28,14 +29,34 @@ from opengyre.cli.client import (
 from opengyre.cli.recipe import Plan, read_recipe
 from opengyre.cli.tasks import PATIENCE_S, send
 
+START = "start"
 LOOK_S = 1.0
 AWAY_S = 120.0
 """How long the gateway may be away while a run is followed."""
 SHOWN = 8
 
 
+class RunGroup(TyperGroup):
+    """`gyre run RECIPE.toml` is short for `gyre run start RECIPE.toml`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = [START, *args]
+        return super().parse_args(ctx, args)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("run")(run)
+    runs = typer.Typer(
+        name="run",
+        help="Start a training run, change it or stop it. `gyre run RECIPE.toml` is short for `gyre run start`.",
+        no_args_is_help=True,
+        cls=RunGroup,
+    )
+    runs.command(START)(run)
+    runs.command("set")(run_changes.set_fields)
+    runs.command("stop")(run_changes.stop)
+    runs.command("ls")(run_changes.ls)
+    app.add_typer(runs)
 
 
 def run(

@@ -1,5 +1,6 @@
 """`gyre staleness RUN`: the ledger, and staleness predicted and measured."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ from opengyre.cli.client import (
     show_json,
 )
 
+BAR = 30
+
 
 def register(app: typer.Typer) -> None:
     app.command("staleness")(staleness)
@@ -29,7 +32,8 @@ def staleness(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show how stale the trained groups were, beside what phi and mu predict, and whether the books balance.
+    """Show how stale the trained groups, executions and tokens were, beside what phi and mu predict; what was
+    discarded; and whether the books balance.
 
     Example: gyre staleness demo
     """
@@ -44,14 +48,49 @@ def staleness(
     )
     console.print(
         f"E\\[d] predicted {number(report['predicted'])}, measured {number(report['mean'])} "
-        f"(max {report['maximum'] if report['maximum'] is not None else '-'}, "
-        f"last {report['window']} groups {number(report['window_mean'])})"
+        f"(max {_whole(report['maximum'])}, last {report['window']} groups {number(report['window_mean'])})"
     )
-    distribution = report["distribution"]
+    console.print(measured(report))
+    _bars("groups", report["distribution"])
+    if report["by_execution_mean"] != report["mean"]:
+        _bars("executions", report["by_execution"])
+    if report["discards"]:
+        console.print(discards(report))
+    console.print(books(report))
+
+
+def measured(report: dict[str, Any]) -> Table:
+    """Mean, worst and recent staleness, in updates, by what is counted."""
+    table = Table("d of", "mean", "max", f"last {report['window']} groups")
+    table.add_row("groups", number(report["mean"]), _whole(report["maximum"]), number(report["window_mean"]))
+    table.add_row(
+        "executions",
+        number(report["by_execution_mean"]),
+        _whole(report["by_execution_maximum"]),
+        number(report["by_execution_window_mean"]),
+    )
+    table.add_row("tokens", number(report["by_token_mean"]), "-", "-")
+    return table
+
+
+def discards(report: dict[str, Any]) -> Table:
+    """What left training, and how long it was beside what was trained: discards are not random."""
+    table = Table("discarded for", "executions", "mean tokens", "trained have")
+    trained = number(report["trained_mean_tokens"], 1)
+    for reason, one in sorted(report["discards"].items()):
+        table.add_row(reason, str(one["executions"]), number(one["mean_tokens"], 1), trained)
+    return table
+
+
+def _whole(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _bars(what: str, distribution: Mapping[str, int]) -> None:
     most = max(distribution.values(), default=1)
     for d in sorted(distribution, key=int):
-        console.print(f"  d = {d:>3} {'█' * max(1, round(30 * distribution[d] / most))} {distribution[d]}")
-    console.print(books(report))
+        bar = "█" * max(1, round(BAR * distribution[d] / most))
+        console.print(f"  d = {d:>3} {bar} {distribution[d]} {what}")
 
 
 def books(report: dict[str, Any]) -> Table:

@@ -106,6 +106,11 @@ async def hosts(deps: DepsOf) -> Response:
     return answer(HostsReport(hosts=known, cells=cells.cells))
 
 
+@router.get("/v1/cells", summary="Cells and their roles", responses=documented(CellsReport, examples.CELLS))
+async def cells(deps: DepsOf) -> Response:
+    return answer(await cells_of(deps))
+
+
 WishName = Literal["drain", "resume", "cordon"]
 Wish = Annotated[WishName, Path(description="drain: train; resume: as the policy says")]
 Key = Annotated[str | None, Header(alias="Idempotency-Key")]

@@ -117,7 +117,9 @@ STALENESS: dict[str, Any] = {
     "run": "demo", "phi": 0.5, "mu": 2, "predicted": 1.0, "mean": 1.04, "maximum": 2,
     "distribution": {"0": 6, "1": 11, "2": 7}, "window_mean": 1.1, "window": 64, "published_version": 12,
     "trainer_version": 12, "groups": BOOK, "executions": {**BOOK, "dispatched": 320, "trained": 192, "ready": 48,
-    "live": 80}, "evaluated_groups": 0,
+    "live": 80}, "evaluated_groups": 0, "by_execution_mean": 1.1, "by_execution_maximum": 4,
+    "by_execution": {"0": 44, "1": 92, "2": 50, "4": 6}, "by_execution_window_mean": 1.2, "by_token_mean": 0.9,
+    "trained_mean_tokens": 61.5, "discards": {"infra": {"executions": 1, "mean_tokens": 12.0}},
 }  # fmt: skip
 HOST: dict[str, Any] = {
     "host": "host0", "cell": "host0", "boot": "b41f", "state": "rollout", "epoch": 7, "url": "http://127.0.0.1:40123",
@@ -126,6 +128,17 @@ HOST: dict[str, Any] = {
 }  # fmt: skip
 CELL: dict[str, Any] = {"cell": "host0", "hosts": ["host0"], "state": "rollout", "role": "rollout", "wish": None}
 HOSTS: dict[str, Any] = {"hosts": [HOST], "cells": [CELL], "cells_missing": None}
+CELLS: dict[str, Any] = {"cells": [CELL]}
+DECISION: dict[str, Any] = {
+    "type": "decision.v1", "run": "demo", "decision": "5-12", "kind": "wish", "input": None, "admission": None,
+    "wish": "drain", "changes": [{"cell": "host1", "role": "train", "reason": "an operator's wish: drain"}],
+    "admitted": [], "version": None, "unconsumed": None, "note": "an operator's wish: drain", "suspends": False,
+}  # fmt: skip
+DECISION_LIST: dict[str, Any] = {
+    "run": "demo",
+    "decisions": [{"sequence": 40, "time": 1790000000.5, "decision": DECISION}],
+    "next": None,
+}
 WISH: dict[str, Any] = {"cell": "host0", "wish": "drain", "state": "rollout"}
 WEIGHTS: dict[str, Any] = {
     "run": "demo",

@@ -28,7 +28,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     admitted_version: int | None = None
     """`v_d`."""
     consumed_version: int | None = None
-    """`v_t`."""
+    """`v_t`, of the first of its executions that were consumed."""
     scores: dict[str, float] = {}
     unscored: dict[str, str] = {}
     reason: str | None = None
@@ -64,11 +64,14 @@ def fold_group(before: GroupSummary | None, event: Event) -> GroupSummary | None
         return msgspec.structs.replace(known, executions=event.executions, admitted_version=event.version)
     if isinstance(event, GroupScored):
         known = before or GroupSummary(group=event.group, state="live")
-        known = msgspec.structs.replace(known, scores=dict(event.scores), unscored=dict(event.unscored))
+        # A group that closed early is told of again for each member that ends late.
+        scores, unscored = {**known.scores, **event.scores}, {**known.unscored, **event.unscored}
+        known = msgspec.structs.replace(known, scores=scores, unscored=unscored)
         return _later(known, event.outcome, event.reason)
     if isinstance(event, GroupConsumed):
         known = before or GroupSummary(group=event.group, state="live")
-        return _later(msgspec.structs.replace(known, consumed_version=event.version), event.outcome, event.reason)
+        first = event.version if known.consumed_version is None else min(known.consumed_version, event.version)
+        return _later(msgspec.structs.replace(known, consumed_version=first), event.outcome, event.reason)
     return before
 
 

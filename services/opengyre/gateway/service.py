@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from opengyre.gateway import cells, events, executions, openapi, problems, runs, status, tasks
+from opengyre.gateway import cells, decisions, events, executions, openapi, problems, runs, status, tasks
 from opengyre.gateway.deps import Deps
 from opengyre.gateway.edge import Edge
 from opengyre.shared.lifecycle import Context
@@ -40,7 +40,7 @@ class Gateway:
         app.state.deps = self.deps
         app.add_middleware(Edge, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
         problems.install(app)
-        modules = (runs, tasks, executions, cells, status, events)
+        modules = (runs, tasks, executions, cells, decisions, status, events)
         for module in modules:
             app.include_router(module.router)
         app.state.routes = [route for module in modules for route in module.router.routes]

@@ -1,0 +1,107 @@
+"""What holds things back, in sentences for an operator: admission, floors of cells, suspended episodes. Pure.
+
+They are made of what decides: the inputs of an admission, and the cells as the allocator reports them.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from opengyre.elastic.admission import room
+from opengyre.proto.decision import AdmissionInput, CellReport
+from opengyre.proto.host import HostState
+from opengyre.proto.run import Elastic
+
+ENDLESS = 1 << 30
+
+
+def held_by(given: AdmissionInput) -> str | None:
+    """Which bound holds admission back; None while groups are being admitted, or when the run is over."""
+    if given.state != "active" or given.finished:
+        return None
+    if given.published < 0:
+        return "admission waits for the first weights to be published"
+    free = room(msgspec.structs.replace(given, waiting=ENDLESS, most=ENDLESS))
+    if free > 0:
+        if given.waiting:
+            return None
+        return f"admission waits for tasks: {free} groups could be admitted, and no task waits that trains"
+    return min(_bounds(given), key=lambda bound: bound[0])[1]
+
+
+def _bounds(given: AdmissionInput) -> list[tuple[int, str]]:
+    """Each bound: executions until it is reached, and its sentence."""
+    dispatch, size = given.dispatch, given.dispatch.group_size
+    batch = dispatch.update_executions
+    bounds: list[tuple[int, str]] = []
+    if given.updates is not None:
+        last = f"all groups of the run's {given.updates} updates are admitted"
+        bounds.append((given.updates * batch - given.kept_executions, last))
+    if dispatch.d_max is not None and dispatch.on_stale == "wait":
+        oldest = given.published if given.oldest_version is None else given.oldest_version
+        until = oldest + dispatch.d_max + 1
+        held = (
+            f"dispatch.d_max {dispatch.d_max} holds admission: the oldest unconsumed group is of version {oldest}, "
+            f"so no more is admitted than {until} updates take"
+        )
+        bounds.append((until * batch - given.kept_executions, held))
+    if dispatch.continuous is not None:
+        open_groups = f"dispatch.continuous keeps {dispatch.continuous} groups unfinished: {given.live_groups} are"
+        bounds.append(((dispatch.continuous - given.live_groups) * size, open_groups))
+        return bounds
+    depth = round((dispatch.phi + dispatch.mu) * batch)
+    left = min(depth - given.unconsumed_executions, given.published * batch + depth - given.kept_executions)
+    full = (
+        f"the depth (phi + mu) * batch_groups of {_groups(depth, size)} groups is full: "
+        f"{_groups(given.unconsumed_executions, size)} are unconsumed; the version after {given.published} makes room"
+    )
+    return [*bounds, (left, full)]
+
+
+def _groups(executions: int, size: int) -> str:
+    return f"{executions / size:g}"
+
+
+def unmet_floors(elastic: Elastic, cells: Sequence[CellReport]) -> list[str]:
+    """Floors that the present cells cannot meet; lost cells and those under another wish do not count."""
+    there = [cell for cell in cells if cell.state != "lost"]
+    free = [cell for cell in there if cell.wish is None]
+    found: list[str] = []
+    for role, floor in (("rollout", elastic.min_rollout_cells), ("train", elastic.min_train_cells)):
+        able = len(free) + sum(cell.wish == role for cell in there)
+        if floor > able:
+            found.append(f"elastic.min_{role}_cells is {floor}, and {_count(able)} can be in that role{_why(cells)}")
+    both = elastic.min_rollout_cells + elastic.min_train_cells
+    if not found and both > (able := sum(cell.wish != "cordoned" for cell in there)):
+        found.append(
+            f"elastic.min_rollout_cells and elastic.min_train_cells are {both} together, and {_count(able)} can be in "
+            f"these roles{_why(cells)}"
+        )
+    return found
+
+
+def _count(cells: int) -> str:
+    return f"{cells} cell" if cells == 1 else f"{cells} cells"
+
+
+def _why(cells: Sequence[CellReport]) -> str:
+    reasons = [f"{cell.cell} {_standing(cell)}" for cell in cells if cell.state == "lost" or cell.wish is not None]
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _standing(cell: CellReport) -> str:
+    if cell.state == "lost":
+        return "is lost"
+    if cell.wish is not None:
+        return f"is held in the role {cell.wish} by an operator's wish"
+    if cell.role in (None, "rollout"):
+        return f"is {cell.state}, on its way to the rollout"
+    return f"is {cell.state}, told to be in the role {cell.role}"
+
+
+def suspended(live_executions: int, cells: Sequence[CellReport]) -> str | None:
+    """Why the calls of live executions are parked; None while a cell serves or nothing is live."""
+    if live_executions <= 0 or any(cell.state == HostState.ROLLOUT.value for cell in cells):
+        return None
+    why = "; ".join(f"{cell.cell} {_standing(cell)}" for cell in cells) or "there are no cells"
+    return f"the episodes of {live_executions} live executions are suspended: no cell serves ({why})"
