@@ -190,6 +190,10 @@ class StalenessReport(Record, frozen=True, kw_only=True):
     """Sampled tokens of a trained execution."""
     discards: dict[str, Discards] = {}
     """Reason -> what was discarded for it."""
+    admission: AdmissionInput | None = None
+    """What an admission would be decided on now; none for a run that is not led."""
+    live_executions: int | None = None
+    """Executions of both purposes that have not ended; none for a run that is not led."""
 
 
 class WishRequest(Record, frozen=True, kw_only=True):

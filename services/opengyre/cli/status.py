@@ -1,4 +1,4 @@
-"""`gyre status`: what is waited for, what is missing, the books, the dead letters."""
+"""`gyre status` and `gyre waits`: what is waited for, what is missing, the books, the dead letters."""
 
 from typing import Any
 
@@ -18,9 +18,12 @@ from opengyre.cli.client import (
 )
 from opengyre.cli.staleness import books
 
+SHOWN = 20
+
 
 def register(app: typer.Typer) -> None:
     app.command("status")(status)
+    app.command("waits")(waits)
 
 
 def status(
@@ -42,14 +45,7 @@ def status(
 def _print(report: dict[str, Any]) -> None:
     if report["ready"]:
         console.print("every service is there and ready")
-    for name in report["missing"]:
-        console.print(f"[bold red]{name}[/] is missing: no replica of it runs")
-    for service in report["services"]:
-        if not service["ready"]:
-            why = escape(service.get("missing") or "it does not say why")
-            console.print(
-                f"[yellow]{service['service']}[/] (process {service['pid']}) is not ready: {why}", soft_wrap=True
-            )
+    _missing(report)
     run = report["run"]
     if run is None:
         console.print("there is no run yet; `gyre run RECIPE.toml` starts one")
@@ -67,14 +63,56 @@ def _print(report: dict[str, Any]) -> None:
         console.print(books(report["staleness"]))
     elif run is not None:
         console.print(f"the books are not here: {report['staleness_missing']}")
-    waits = report["waits"]
-    if waits:
-        table = Table("service", "waits for", "how many", "for", "bound")
-        for wait in waits[:20]:
-            bound = "-" if wait["bound_s"] is None else f"{wait['bound_s']:g} s"
-            table.add_row(
-                wait["service"], escape(wait["what"]), str(wait["count"]), f"{number(wait['since_s'], 1)} s", bound
-            )
-        console.print(table)
+    _held(report)
+    if report["waits"]:
+        console.print(waits_table(report["waits"], SHOWN))
     letters = report["dead_letters"]
     console.print(f"dead letters: {letters['count']}{'; `gyre stream dlq ls` shows them' if letters['count'] else ''}")
+
+
+def _missing(report: dict[str, Any]) -> None:
+    for name in report["missing"]:
+        console.print(f"[bold red]{name}[/] is missing: no replica of it runs")
+    for service in report["services"]:
+        if not service["ready"]:
+            why = escape(service.get("missing") or "it does not say why")
+            console.print(
+                f"[yellow]{service['service']}[/] (process {service['pid']}) is not ready: {why}", soft_wrap=True
+            )
+
+
+def _held(report: dict[str, Any]) -> None:
+    for sentence in report["held"]:
+        console.print(f"[yellow]held:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def waits_table(waits: list[dict[str, Any]], most: int | None = None) -> Table:
+    """What each service waits for, the longest first; `most` rows at most."""
+    table = Table("service", "waits for", "how many", "for", "bound")
+    for wait in waits[:most]:
+        bound = "-" if wait["bound_s"] is None else f"{wait['bound_s']:g} s"
+        table.add_row(
+            wait["service"], escape(wait["what"]), str(wait["count"]), f"{number(wait['since_s'], 1)} s", bound
+        )
+    return table
+
+
+def waits(
+    gateway: GatewayOption = None, api_key: KeyOption = None, state_dir: StateDirOption = None, json: JsonOption = False
+) -> None:
+    """Show what everything is waiting for: what holds the run back, then the waits of all services, the longest first.
+
+    Example: gyre waits
+    """
+    report = connect(gateway, api_key, state_dir).get("/v1/status")
+    if json:
+        show_json({name: report[name] for name in ("held", "waits", "missing", "not_ready", "staleness_missing")})
+        return
+    _missing(report)
+    _held(report)
+    if report["run"] is not None and report["staleness"] is None:
+        console.print(f"what holds the run back is not known: {report['staleness_missing']}", soft_wrap=True)
+    if not report["waits"]:
+        console.print("no service waits for anything")
+        return
+    console.print(waits_table(report["waits"]))

@@ -120,6 +120,12 @@ STALENESS: dict[str, Any] = {
     "live": 80}, "evaluated_groups": 0, "by_execution_mean": 1.1, "by_execution_maximum": 4,
     "by_execution": {"0": 44, "1": 92, "2": 50, "4": 6}, "by_execution_window_mean": 1.2, "by_token_mean": 0.9,
     "trained_mean_tokens": 61.5, "discards": {"infra": {"executions": 1, "mean_tokens": 12.0}},
+    "admission": {
+        "dispatch": SPEC["dispatch"], "updates": 64, "state": "active", "finished": False, "published": 12,
+        "kept_executions": 928, "unconsumed_executions": 160, "live_groups": 10, "oldest_version": 10, "waiting": 5,
+        "most": 64, "evaluating": 0,
+    },
+    "live_executions": 80,
 }  # fmt: skip
 HOST: dict[str, Any] = {
     "host": "host0", "cell": "host0", "boot": "b41f", "state": "rollout", "epoch": 7, "url": "http://127.0.0.1:40123",
@@ -165,6 +171,7 @@ STATUS: dict[str, Any] = {
     "pending_tasks": 5,
     "staleness": STALENESS,
     "staleness_missing": None,
+    "held": ["elastic.min_rollout_cells is 2, and 1 cell can be in that role (host1 is lost)"],
     "gauges": {"rollout.live_episodes": 12.0},
     "dead_letters": {
         "count": 1,

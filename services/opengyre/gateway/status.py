@@ -4,15 +4,17 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from opengyre.elastic import explain
 from opengyre.gateway import examples
-from opengyre.gateway.cells import staleness_of
+from opengyre.gateway.cells import cells_of, staleness_of
 from opengyre.gateway.deps import BoundRoute, Deps, answer
 from opengyre.gateway.openapi import documented
 from opengyre.gateway.runs import DepsOf, RunReport, report_of
 from opengyre.gateway.tasks import pending_tasks
 from opengyre.proto import subjects
-from opengyre.proto.decision import StalenessReport
+from opengyre.proto.decision import CellsReport, StalenessReport
 from opengyre.proto.dlq import DeadLetter
+from opengyre.proto.run import RunSpec
 from opengyre.proto.service import ServiceStatus
 from opengyre.shared.bus import BusError, count, page
 
@@ -65,6 +67,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness: StalenessReport | None
     """With the books of groups and executions."""
     staleness_missing: str | None
+    held: tuple[str, ...]
+    """What holds the run back, as sentences: admission, floors of cells, suspended episodes."""
     gauges: dict[str, float]
     """`service.figure` -> sum over the service's replicas."""
     dead_letters: DeadLetters
@@ -93,6 +97,15 @@ async def dead_letters(deps: Deps) -> DeadLetters:
             for sequence, event in letters
         ),
     )
+
+
+def held_of(spec: RunSpec, report: StalenessReport, cells: CellsReport) -> tuple[str, ...]:
+    """What holds a run back."""
+    found = [] if report.admission is None else [explain.held_by(report.admission)]
+    if spec.state == "active":
+        found += explain.unmet_floors(spec.elastic, cells.cells)
+        found.append(explain.suspended(report.live_executions or 0, cells.cells))
+    return tuple(sentence for sentence in found if sentence is not None)
 
 
 def gauges_of(services: list[ServiceStatus]) -> dict[str, float]:
@@ -140,11 +153,13 @@ async def status(deps: DepsOf) -> Response:
     report: StalenessReport | None = None
     why: str | None = "there is no run yet"
     pending = 0
+    held: tuple[str, ...] = ()
     if present is not None:
         run = await report_of(deps, (await deps.run(present))[0])
         pending = await pending_tasks(deps, present)
         try:
             report, why = await staleness_of(deps, present, patience_s=1.0), None
+            held = held_of(run.spec, report, await cells_of(deps, patience_s=1.0))
         except BusError as error:
             why = str(error)
     return answer(
@@ -158,6 +173,7 @@ async def status(deps: DepsOf) -> Response:
             pending_tasks=pending,
             staleness=report,
             staleness_missing=why,
+            held=held,
             gauges=gauges_of(services),
             dead_letters=await dead_letters(deps),
             services=tuple(services),
