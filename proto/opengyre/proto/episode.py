@@ -21,6 +21,8 @@ class EpisodeDispatch(Event, frozen=True, kw_only=True, tag="episode.dispatch.v1
     """`v_d`."""
     seed: int
     """Of the execution: f(run's seed, group, member), so that members differ and a rerun is the same."""
+    group_seed: int = 0
+    """Of the group: f(run's seed, group), for what its executions have in common."""
     task: TaskSpec
     harness: Harness
     min_members: int

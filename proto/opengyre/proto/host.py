@@ -100,6 +100,8 @@ class HostStateChanged(Event, frozen=True, kw_only=True, tag="host.state.v1"):
     freed_bytes: int = 0
     duration_s: float = 0.0
     """How long it was in `before`."""
+    obeyed_s: float | None = None
+    """Since it was told of the command of `epoch`, on its own clock. None: it was told nothing yet."""
     reason: str = ""
 
     def event_id(self) -> str:

@@ -44,7 +44,9 @@ class Dispatch(Record, frozen=True, kw_only=True):
 class Harness(Record, frozen=True, kw_only=True):
     """The agent, its model calls and its budgets."""
 
-    agent: Literal["shell"] = "shell"
+    agent: Literal["shell", "synthetic"] = "shell"
+    """`shell` works in a sandbox. `synthetic` is a load: it makes calls of drawn lengths, opens no sandbox and is
+    scored by a draw."""
     system: str | None = None
     """System prompt; none by default."""
     max_turns: int = 4
@@ -58,6 +60,14 @@ class Harness(Record, frozen=True, kw_only=True):
     temperature: float = 1.0
     observation_chars: int = 40
     """What the agent sees of a command's output."""
+    synthetic_turns: int = 4
+    """Calls of a synthetic execution; at most `max_turns`."""
+    synthetic_tokens: float = 200.0
+    """Mean of the tokens that a synthetic execution samples, all calls together."""
+    synthetic_sigma: float = 0.336
+    """Standard deviation of the logarithm of that number, which is lognormal."""
+    synthetic_shared: float = 0.42
+    """Share of the logarithm's variance that is common to the executions of a group."""
 
 
 class Optimization(Record, frozen=True, kw_only=True):
@@ -146,6 +156,10 @@ def validate(spec: RunSpec) -> RunSpec:
         ("harness.context_tokens", h.context_tokens, h.max_tokens, 2_000_000),
         ("harness.temperature", h.temperature, 0.01, 10),
         ("harness.observation_chars", h.observation_chars, 1, 1_000_000),
+        ("harness.synthetic_turns", h.synthetic_turns, 1, h.max_turns if h.agent == "synthetic" else 100_000),
+        ("harness.synthetic_tokens", h.synthetic_tokens, 1, 10_000_000),
+        ("harness.synthetic_sigma", h.synthetic_sigma, 0, 4),
+        ("harness.synthetic_shared", h.synthetic_shared, 0, 1),
         ("optimization.learning_rate", o.learning_rate, 0, 1),
         ("optimization.weight_decay", o.weight_decay, 0, 1),
         ("optimization.clip_low", o.clip_low, 0, 1),
@@ -153,7 +167,7 @@ def validate(spec: RunSpec) -> RunSpec:
         ("optimization.gradient_clip_norm", o.gradient_clip_norm, 1e-6, 1e6),
         ("elastic.train_cells", e.train_cells, 1, 10_000),
         ("elastic.min_rollout_cells", e.min_rollout_cells, 0, 10_000),
-        ("elastic.standalone_cells", e.standalone_cells, 0, 10_000),
+        ("elastic.standalone_cells", e.standalone_cells, 1 if e.policy == "coarse" else 0, 10_000),
         ("elastic.min_train_cells", e.min_train_cells, 0, 10_000),
         ("elastic.dwell_s", e.dwell_s, 0, 86_400),
         ("elastic.gate", e.gate, 0, 1_000),

@@ -89,6 +89,8 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     """Which hosts sampled it, in order; more than one when it was moved."""
     parked_s: float = 0.0
     """How long it waited because no host was in the rollout role."""
+    moves_s: tuple[float, ...] = ()
+    """Of each move to another host: how long nobody worked on it, without parking."""
     duration_s: float = 0.0
     """From the request to the answer, parking included."""
     history_digest: str = ""

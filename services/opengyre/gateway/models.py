@@ -148,7 +148,9 @@ class DispatchIn(Input):
 class HarnessIn(Input):
     """The agent, its model calls and its budgets."""
 
-    agent: Literal["shell"] = "shell"
+    agent: Literal["shell", "synthetic"] = Field(
+        default="shell", description="synthetic: a load of drawn lengths, without a sandbox, scored by a draw"
+    )
     system: str | None = Field(default=None, max_length=task_rules.MAX_TEXT)
     max_turns: int = ranged(4, 1, 100_000)
     time_budget_s: float = ranged(600.0, 0.1, 604_800)
@@ -157,6 +159,10 @@ class HarnessIn(Input):
     context_tokens: int = ranged(512, 1, 2_000_000)
     temperature: float = ranged(1.0, 0.01, 10)
     observation_chars: int = ranged(40, 1, 1_000_000)
+    synthetic_turns: int = ranged(4, 1, 100_000, description="Calls of a synthetic execution; at most max_turns")
+    synthetic_tokens: float = ranged(200.0, 1, 10_000_000, description="Mean of what a synthetic execution samples")
+    synthetic_sigma: float = ranged(0.336, 0, 4, description="Of that number's logarithm")
+    synthetic_shared: float = ranged(0.42, 0, 1, description="Share of the logarithm's variance common to a group")
 
 
 class OptimizationIn(Input):

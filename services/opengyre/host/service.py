@@ -90,6 +90,10 @@ class Host:
         self._switch_began: float | None = None
         """None where no role was left: the first join is no switch."""
         self._last_switch_s: float | None = None
+        self._told_at: float | None = None
+        """When the last command that counted was heard of."""
+        self._unmet: str | None = None
+        """The state that it asks for, until that is reached."""
         self._moved_before = 0
         self._freed = 0
 
@@ -134,6 +138,8 @@ class Host:
             desired = view.values.get(self._host)
             if desired is not None and desired.epoch > self._position.epoch:
                 self._grace_s = desired.grace_s
+                self._told_at = self._clock()
+                self._unmet = desired.role
                 self._event(desired, desired.reason or f"told to be {desired.role}")
             await view.changed(LOOK_AGAIN_S)
 
@@ -204,6 +210,7 @@ class Host:
             moved_calls=self.inference.moved - self._moved_before if before is HostState.DRAINING else 0,
             freed_bytes=self._freed if before is HostState.DRAINING else 0,
             duration_s=now - self._since,
+            obeyed_s=round(now - self._told_at, 6) if self._told_at is not None else None,
             reason=reason,
         )
         self._changes += 1
@@ -214,12 +221,21 @@ class Host:
             self._switch_began = now
         if after is HostState.DRAINING:
             self._moved_before = self.inference.moved
+        self._observe(after, now)
         if self._switch_began is not None and after in (HostState.ROLLOUT, HostState.TRAIN, HostState.CORDONED):
             self._last_switch_s = now - self._switch_began
             metrics.ROLE_SWITCHES.labels(after.value).inc()
             metrics.SWITCH_SECONDS.labels(after.value).observe(self._last_switch_s)
         log.info("%s -> %s: %s", before.value, after.value, reason)
         self._reporter.changed(change)
+
+    def _observe(self, after: HostState, now: float) -> None:
+        """The first time that the state is reached which the last command asked for."""
+        asked = self._unmet
+        if asked is None or after.value != asked or self._told_at is None:
+            return
+        self._unmet = None
+        metrics.OBEYED_SECONDS.labels(asked).observe(now - self._told_at)
 
     # What is done in each state.
 

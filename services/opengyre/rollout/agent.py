@@ -1,6 +1,6 @@
-"""The shell agent as a program: a client of its execution's endpoint, like any agent.
+"""The agents as programs: clients of their execution's endpoint, like any agent.
 
-It never sees a token id. A request that got no answer is sent again as it was; the endpoint answers it from the log
+They never see a token id. A request that got no answer is sent again as it was; the endpoint answers it from the log
 if it was served. An endpoint that fails is asked until the episode's time budget ends.
 
 Awaits: a model call is woken by its answer, or sent again after `ASK_S` (it then joins the one under way); a command
@@ -18,7 +18,9 @@ import aiohttp
 import msgspec
 
 from opengyre.proto.episode import EpisodeDispatch
+from opengyre.rollout import synthetic
 from opengyre.rollout.episode import AgentEnded
+from opengyre.rollout.messages import answer
 from opengyre.rollout.shell import Ask, Execute, Step, decide
 
 log = logging.getLogger("gyre.rollout.agent")
@@ -106,6 +108,13 @@ Run = Callable[[int, str], Awaitable[str]]
 _ENDS = {"context_length_exceeded": "overflow", "insufficient_quota": "turn_budget"}
 
 
+def refused(error: CallRefusedError) -> AgentEnded:
+    """The end of an agent whose call is refused."""
+    reason = _ENDS.get(error.code or "", "agent_error")
+    assert reason in ("overflow", "turn_budget", "agent_error")
+    return AgentEnded(reason, str(error))
+
+
 @dataclass(frozen=True)
 class ShellAgent:
     dispatch: EpisodeDispatch
@@ -124,7 +133,27 @@ class ShellAgent:
                     try:
                         text = await self.client.ask(messages, self.dispatch.harness.max_tokens)
                     except CallRefusedError as error:
-                        reason = _ENDS.get(error.code or "", "agent_error")
-                        assert reason in ("overflow", "turn_budget", "agent_error")
-                        return AgentEnded(reason, str(error))
+                        return refused(error)
                     self.steps.append(Step(text, None))
+
+
+@dataclass(frozen=True)
+class SyntheticAgent:
+    """Makes one call after another, of the drawn lengths. `answers` are those of the calls made so far."""
+
+    dispatch: EpisodeDispatch
+    client: ChatClient
+    answers: list[str]
+
+    async def run(self) -> AgentEnded:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": self.dispatch.task.instruction}]
+        for turn, tokens in enumerate(synthetic.lengths(self.dispatch)):
+            if turn < len(self.answers):
+                text = self.answers[turn]
+            else:
+                try:
+                    text = await self.client.ask(messages, tokens)
+                except CallRefusedError as error:
+                    return refused(error)
+            messages += [answer(text), {"role": "user", "content": synthetic.NEXT}]
+        return AgentEnded("done")

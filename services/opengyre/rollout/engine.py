@@ -44,6 +44,8 @@ class Part:
     versions: tuple[VersionSpan, ...]
     """They cover `tokens` in order."""
     finish: FinishReason
+    engine_s: float = 0.0
+    """How long the host's engine had it; what is above that was the way."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     stop_token_ids: tuple[int, ...]
     logprobs: int = 0
+    ignore_eos: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+    engine_s: float = 0.0
 
 
 class _Error(msgspec.Struct):
@@ -105,7 +109,8 @@ _failures = msgspec.json.Decoder(_Failure)
 def read_answer(body: bytes) -> Part:
     """The completion in a host's answer; raises `NotServedError` when it cannot be what was asked for."""
     try:
-        choice = _answers.decode(body).choices[0]
+        answer = _answers.decode(body)
+        choice = answer.choices[0]
         versions = tuple(
             VersionSpan(version=int(span.version), start=span.start, end=span.end) for span in choice.weight_versions
         )
@@ -122,6 +127,7 @@ def read_answer(body: bytes) -> Part:
         tuple(token.logprob for token in choice.logprobs.content),
         versions,
         choice.finish_reason,
+        answer.engine_s,
     )
 
 

@@ -8,6 +8,8 @@
                                                    v
                                                  ENDING --Ended--> RELEASING --Released--> OVER
 
+A synthetic execution goes from NEW to ACTING.
+
 The same `advance` rebuilds the state from a log and drives a live episode, so that a writer that takes over stands
 where the former one stood. `AgentEnded` and `Released` are not in the log: a writer that takes over before `Verified`
 runs the agent again from its recorded turns, and the agent ends again by itself.
@@ -112,7 +114,9 @@ def due(state: Episode) -> tuple[Effect, ...]:
 
 def _started(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, Started)
-    return replace(state, dispatch=event.dispatch, phase=Phase.OPENING)
+    # A synthetic agent has nothing to run in a sandbox, so none is opened.
+    sandboxed = event.dispatch.harness.agent != "synthetic"
+    return replace(state, dispatch=event.dispatch, phase=Phase.OPENING if sandboxed else Phase.ACTING)
 
 
 def _opened(state: Episode, event: EpisodeEvent) -> Episode:

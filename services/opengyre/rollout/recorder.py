@@ -121,6 +121,8 @@ class Recorder:
         loop = asyncio.get_running_loop()
         since = loop.time()
         harness = self.dispatch.harness
+        # A load has the drawn length, whatever the policy would say.
+        load = harness.agent == "synthetic"
         room = min(harness.max_tokens, harness.context_tokens - len(prompt.tokens))
         generation = Generation(
             request=f"{self.dispatch.execution}-a{self.attempt}-c{number}",
@@ -130,7 +132,8 @@ class Recorder:
                 max_tokens=min(room, request.wished_tokens or room),
                 temperature=harness.temperature,
                 seed=call_seed(self.dispatch.seed, number),
-                stop_token_ids=tuple(self.renderer.stop_token_ids),
+                stop_token_ids=() if load else tuple(self.renderer.stop_token_ids),
+                ignore_eos=load,
             ),
             prefer=prompt.host,
         )
@@ -161,6 +164,7 @@ class Recorder:
             text=text,
             hosts=done.hosts,
             parked_s=done.parked_s,
+            moves_s=done.moves_s,
             duration_s=duration_s,
             history_digest=extend(prompt.digest, answer(text)),
         )

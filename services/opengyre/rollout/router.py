@@ -21,11 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import aiohttp
+import msgspec
 
 from opengyre.proto.host import HostStatus
 from opengyre.proto.traj import VersionSpan
 from opengyre.rollout.balance import choose
 from opengyre.rollout.engine import GenerateRequest, NotServedError, Part, SamplingParams, generate
+from opengyre.shared import metrics
 from opengyre.shared.bus import View
 from opengyre.shared.waits import Waits
 
@@ -71,6 +73,9 @@ class Completion:
     finish: Literal["stop", "length", "abort"] = "abort"
     hosts: tuple[str, ...] = ()
     parked_s: float = 0.0
+    moves_s: tuple[float, ...] = ()
+    """Of each move: how long nobody worked on the call, from the answer of the host that stopped it to its place in the
+    next engine, without parking."""
 
 
 def joined(so_far: Completion, part: Part, host: str, limit: int, stops: tuple[int, ...]) -> Completion:
@@ -119,6 +124,9 @@ class Router:
     async def complete(self, call: Generation, parking: Parking) -> Completion:
         """Sample until the call is finished; raises `RefusedError` when a host refuses the request itself."""
         done = Completion()
+        clock = asyncio.get_running_loop().time
+        stopped: float | None = None
+        parked_before = 0.0
         limit = call.params.max_tokens
         tries = 0
         while True:
@@ -139,6 +147,12 @@ class Router:
                 continue
             finally:
                 self._free(host.host)
+            now = clock()
+            if stopped is not None:
+                idle_s = max(0.0, now - stopped - part.engine_s - (done.parked_s - parked_before))
+                metrics.MOVE_SECONDS.observe(idle_s)
+                done = replace(done, moves_s=(*done.moves_s, round(idle_s, 6)))
+            stopped, parked_before = now, done.parked_s
             done = joined(done, part, host.host, limit, call.params.stop_token_ids)
             if done.finish != "abort":
                 return done
@@ -188,13 +202,7 @@ class Router:
 
 
 def _left(params: SamplingParams, tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        logprobs=params.logprobs,
-    )
+    return msgspec.structs.replace(params, max_tokens=tokens)
 
 
 @dataclass

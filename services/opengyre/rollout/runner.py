@@ -10,9 +10,11 @@ Awaits: `run` is woken by the end of the drive, by `stopping`, or by the journal
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +23,8 @@ import aiohttp
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.sandbox import SandboxRef
 from opengyre.proto.traj import AnyTrajEvent, Call, Ended, Part, SandboxOpened, ToolResult, Verified
-from opengyre.rollout import shell
-from opengyre.rollout.agent import ChatClient, ShellAgent
+from opengyre.rollout import shell, synthetic
+from opengyre.rollout.agent import Agent, ChatClient, ShellAgent, SyntheticAgent
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
 from opengyre.rollout.endpoint import Endpoints
 from opengyre.rollout.episode import AgentEnded, Effect, Episode, EpisodeEvent, Phase, Released, advance, due, rebuild
@@ -77,6 +79,11 @@ class Runner:
     @property
     def suspended(self) -> bool:
         return self.recorder is not None and self.recorder.suspended
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the agent is a load without a sandbox."""
+        return self.dispatch.harness.agent == "synthetic"
 
     async def run(self) -> Outcome:
         """Begin or continue the execution. Raises `RetryLater` when its run is not there."""
@@ -137,7 +144,8 @@ class Runner:
             case Effect.OPEN_SANDBOX:
                 return [await self._open()]
             case Effect.RUN_AGENT:
-                lost = await self._find_again() if self.journal.attempt > 0 else None
+                again = self.journal.attempt > 0 and not self.synthetic
+                lost = await self._find_again() if again else None
                 return [lost or await self._act(recorder, budget)]
             case Effect.VERIFY:
                 return await self._verify()
@@ -180,18 +188,10 @@ class Runner:
             self.station.endpoints.key(self.dispatch.execution),
             self.dispatch.run,
         )
-        steps = [
-            shell.Step(turn.call.text, turn.result.output if turn.result is not None else None)
-            for turn in self.history.turns()
-        ]
-        agent = ShellAgent(self.dispatch, client, self._run_command, steps)
+        agent, sandbox = self._agent(client)
         self.station.endpoints.open(recorder)
         try:
-            at_once = self.journal.attempt > 0
-            async with (
-                self.station.sandboxes.kept(self._ref(), self.station.replica, at_once=at_once),
-                budget.limit(),
-            ):
+            async with sandbox, budget.limit():
                 return await agent.run()
         except BudgetSpentError:
             return AgentEnded("time_budget")
@@ -204,6 +204,17 @@ class Runner:
             # Whoever asked for these was stopped meanwhile; they are in the log, so they count.
             for event in self.journal.claim():
                 self._take(event)
+
+    def _agent(self, client: ChatClient) -> tuple[Agent, AbstractAsyncContextManager[Any]]:
+        """The agent, where its log stands, and what keeps its sandbox alive meanwhile."""
+        turns = self.history.turns()
+        if self.synthetic:
+            answers = [turn.call.text for turn in turns]
+            return SyntheticAgent(self.dispatch, client, answers), contextlib.nullcontext()
+        steps = [shell.Step(turn.call.text, turn.result.output if turn.result is not None else None) for turn in turns]
+        at_once = self.journal.attempt > 0
+        kept = self.station.sandboxes.kept(self._ref(), self.station.replica, at_once=at_once)
+        return ShellAgent(self.dispatch, client, self._run_command, steps), kept
 
     async def _run_command(self, turn: int, command: str) -> str:
         harness = self.dispatch.harness
@@ -236,7 +247,9 @@ class Runner:
         parts: tuple[Part, ...] = ()
         fault: str | None = None
         reason, detail = self.state.reason, self.state.detail
-        if reason == "infra":
+        if self.synthetic:
+            parts = (synthetic.verdict(self.dispatch),)
+        elif reason == "infra":
             fault = detail or "the sandbox is gone"
         elif self.dispatch.task.checks:
             await self.journal.confirm()
