@@ -6,17 +6,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
-from opengyre.cli import stack as stacks
 from opengyre.cli import stream_read
 from opengyre.cli.main import app
 from opengyre.cli.recipe import read_recipe
-from opengyre.cli.stack import Stack, StackError
+from opengyre.cli.stack import StackError
 from opengyre.cli.task_files import batches, load_tasks
 from opengyre.gateway import examples
 from opengyre.proto import codec, subjects
@@ -28,48 +26,14 @@ from opengyre.proto.task import TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, RunFinished, UpdateStats
 from opengyre.shared.bus import Bucket, Bus, read
 from support import eventually
-from support.gateway_fakes import FakeAllocator, Running, gateway_on, log_of
-
-KEY = "gyre_test"
-
-
-class Gyre:
-    """Runs verbs in a thread, so that the gateway in this loop can answer them."""
-
-    def __init__(self, running: Running, state: Path) -> None:
-        self.running = running
-        self.state = state
-
-    async def run(self, *arguments: str) -> Result:
-        words = [*arguments, "--state-dir", str(self.state)]
-        return await asyncio.to_thread(CliRunner().invoke, app, words)
-
-    async def shown(self, *arguments: str, code: int = 0) -> str:
-        result = await self.run(*arguments)
-        assert result.exit_code == code, (result.output, result.exception)
-        return result.stdout
-
-    async def json(self, *arguments: str, code: int = 0) -> Any:
-        return json.loads(await self.shown(*arguments, "--json", code=code))
-
-    async def lines(self, *arguments: str) -> list[Any]:
-        return [json.loads(line) for line in (await self.shown(*arguments, "--json")).splitlines()]
-
-    async def refused(self, *arguments: str) -> str:
-        result = await self.run(*arguments)
-        assert isinstance(result.exception, StackError), (result.output, result.exception)
-        return str(result.exception)
+from support.gateway_cli import Gyre, gyre_on
+from support.gateway_fakes import FakeAllocator, log_of
 
 
 @pytest.fixture
 async def gyre(bus: Bus, tmp_path: Path) -> AsyncIterator[Gyre]:
-    state = tmp_path / "state"
-    state.mkdir()
-    async with gateway_on(bus, tmp_path, api_keys=(KEY,)) as running:
-        running.client.headers["X-API-Key"] = KEY
-        stack = Stack(nats=bus.url, valkey=None, gateway=running.url, api_key=KEY, state_dir=str(state))
-        stacks.write(state, stack)
-        yield Gyre(running, state)
+    async with gyre_on(bus, tmp_path) as made:
+        yield made
 
 
 async def run_there(gyre: Gyre) -> None:

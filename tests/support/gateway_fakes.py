@@ -12,9 +12,11 @@ from opengyre.gateway.service import Gateway
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
 from opengyre.proto.decision import (
+    AdmissionInput,
     Book,
     CellReport,
     CellsReport,
+    Discards,
     StalenessReport,
     StalenessRequest,
     WishReply,
@@ -22,7 +24,7 @@ from opengyre.proto.decision import (
 )
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.ids import group_of, run_of
-from opengyre.proto.run import Harness
+from opengyre.proto.run import Dispatch, Harness
 from opengyre.proto.service import Empty
 from opengyre.proto.task import TaskSpec
 from opengyre.proto.traj import Call, Ended, Part, Started, ToolResult, Verified, VersionSpan
@@ -107,7 +109,13 @@ class FakeAllocator:
         return StalenessReport(
             run=self.run, phi=0.5, mu=2, predicted=1.0, mean=1.1, maximum=2, distribution={0: 1, 2: 3},
             window_mean=1.0, window=4, published_version=4, trainer_version=5, groups=book(trained=4, ready=1, live=2),
-            executions=book(trained=32, ready=8, live=16),
+            executions=book(trained=32, ready=8, live=16), by_execution_mean=1.2, by_execution_maximum=4,
+            by_execution={0: 8, 2: 22, 4: 2}, by_token_mean=0.9, trained_mean_tokens=50.0,
+            discards={"stale": Discards(executions=3, mean_tokens=80.0)}, live_executions=16,
+            admission=AdmissionInput(
+                dispatch=Dispatch(), updates=None, state="active", finished=False, published=4,
+                kept_executions=52 * 8, unconsumed_executions=20 * 8, waiting=3, most=64,
+            ),
         )  # fmt: skip
 
     async def cells(self, _request: Empty) -> CellsReport:
