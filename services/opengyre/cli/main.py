@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from opengyre.cli import demo, doctor, hosts, runs, staleness, status, streams, tasks, updown
+from opengyre.cli import decisions, demo, doctor, hosts, knobs, runs, staleness, status, streams, tasks, updown
 from opengyre.cli.stack import StackError
 from opengyre.shared.embedded import MissingBinaryError
 from opengyre.shared.settings import SettingsError
@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for module in (updown, demo, doctor, status, runs, tasks, hosts, staleness, streams):
+for module in (updown, demo, doctor, status, runs, tasks, hosts, staleness, decisions, knobs, streams):
     module.register(app)
 
 
