@@ -72,6 +72,7 @@ class EmulatedEngine:
     def __init__(self, settings: HostSettings) -> None:
         self._loop = asyncio.get_running_loop()
         scale = settings.time_scale
+        self.capacity = settings.capacity
         self._accelerator = Accelerator(settings.tokens_per_s * scale, settings.capacity)
         self._accelerator.pause(self._loop.time())
         self._switch_s = settings.switch_s / scale

@@ -34,6 +34,8 @@ class Engine(Protocol):
     """What serves tokens. Errors are `EngineError`s and, where a directory is read, `ModelDirectoryError`."""
 
     name: str
+    capacity: float
+    """Calls that it serves at full speed."""
     takes_turns: bool
     """Whether a load stops its calls noticeably, so that hosts load one after another."""
 

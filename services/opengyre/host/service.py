@@ -414,7 +414,7 @@ class Host:
             engine=self._engine.name,
             run=self._run,
             version=self._applied.version if self._applied else -1,
-            capacity=self._settings.capacity,
+            capacity=self._engine.capacity,
             running=self._door.live,
             held_tokens=sum(call.prompt + call.sampled for call in self._engine.progress()),
             tokens_per_s=round(stats.tokens_per_s, 1),

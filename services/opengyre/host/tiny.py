@@ -20,6 +20,7 @@ class TinyHostEngine:
     takes_turns = True
 
     def __init__(self, capacity: int, threads: int) -> None:
+        self.capacity: float = capacity
         self._settings = EngineSettings(max_batch=capacity, max_waiting=WAITING_FACTOR * capacity, threads=threads)
         self._engine: TinyEngine | None = None
 

@@ -123,7 +123,7 @@ class HostSettings(Section):
         default=1, ge=1, le=10_000, description="emulated hosts of this one process, named <host>-000, <host>-001, ..."
     )
     threads: int = Field(default=1, ge=1)
-    capacity: float = Field(default=32, ge=1, description="calls it serves at full speed; whole for the tiny engine")
+    capacity: float = Field(default=32, ge=1, description="calls it serves at full speed; the tiny engine rounds down")
     dry_switch: bool = Field(
         default=True, description="sleep and wake once after the first load, so that a switch's duration is known"
     )
@@ -148,13 +148,6 @@ class HostSettings(Section):
         if count > 1 and info.data.get("cell") is not None:
             raise ValueError("allowed is 1 with host.cell set: several hosts of a process are a cell each")
         return count
-
-    @field_validator("capacity")
-    @classmethod
-    def _whole(cls, capacity: float, info: ValidationInfo) -> float:
-        if capacity != int(capacity) and info.data.get("engine") != "emulated":
-            raise ValueError("allowed are whole numbers, or any from 1 with host.engine emulated")
-        return capacity
 
 
 class Settings(Section):
