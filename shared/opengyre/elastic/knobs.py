@@ -154,8 +154,8 @@ def _trl(knobs: Mapping[str, float]) -> Translation:
         phi,
         mu,
         "max_staleness is a bound and no depth: (phi, mu) is the deepest setting that it lets through",
-        "max_inflight_tasks, by default max_staleness batches of one step, may hold fewer: while few finished groups are "
-        "queued, E[d] is about max_staleness + (weight_sync_steps - 1) / 2",
+        "max_inflight_tasks, by default max_staleness batches of one step, may hold fewer: while few finished groups "
+        "are queued, E[d] is about max_staleness + (weight_sync_steps - 1) / 2",
         "what exceeds the bound is dropped, in flight too: discards are biased towards long episodes",
     )
     return msgspec.structs.replace(made, exact=False, d_max=made.worst, on_stale="drop")
