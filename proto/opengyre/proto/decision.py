@@ -66,6 +66,8 @@ class AdmissionInput(Record, frozen=True, kw_only=True):
     """Train groups that are unfinished; `continuous` counts them."""
     oldest_version: int | None = None
     """`v_d` of the oldest train group that is unconsumed; `d_max` counts from it."""
+    stream: bool = True
+    """Without it a burst has to be complete before any of it is trained."""
     waiting: int
     """Train groups that could be made of the tasks that wait."""
     most: int

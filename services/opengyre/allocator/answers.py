@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from opengyre.allocator.errors import DeposedError
-from opengyre.allocator.term import Term
+from opengyre.allocator.term import MOST_AT_ONCE, Term
 from opengyre.elastic.ledger import Ledger, report
 from opengyre.proto import subjects
 from opengyre.proto.decision import CellsReport, StalenessReport, StalenessRequest, WishReply, WishRequest
@@ -35,7 +37,11 @@ class Answers:
         run, term = request.run, self._term
         led = term.progress
         if led is not None and led.spec.run == run:
-            return report(run, led.spec.dispatch, led.ledger, led.published)
+            return msgspec.structs.replace(
+                report(run, led.spec.dispatch, led.ledger, led.published, led.by_token_mean),
+                admission=msgspec.structs.replace(led.admission(MOST_AT_ONCE), waiting=led.queue.waiting("train")),
+                live_executions=led.live_executions,
+            )
         spec = term.runs.get(run)
         if spec is None:
             raise not_found("run", run, term.runs)

@@ -144,17 +144,9 @@ class Records:
 
 def _given(progress: Progress, tasks: Sequence[TaskSpec], most: int) -> AdmissionInput:
     """What the admission of `tasks`, which were taken from the queue just now, is decided on."""
-    spec, ledger = progress.spec, progress.ledger
     training = sum(task.purpose == "train" for task in tasks)
-    return AdmissionInput(
-        dispatch=spec.dispatch,
-        updates=spec.updates,
-        state=spec.state,
-        finished=progress.run_finished,
-        published=progress.published,
-        kept_executions=ledger.kept * spec.dispatch.group_size,
-        unconsumed_executions=ledger.unconsumed * spec.dispatch.group_size,
+    return msgspec.structs.replace(
+        progress.admission(most),
         waiting=progress.queue.waiting("train") + training,
-        most=most,
         evaluating=len(tasks) - training,
     )

@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from statistics import fmean
 
 from opengyre.allocator import figures
 from opengyre.allocator.cells import Cell, Clocks, gather
 from opengyre.allocator.choose import current
+from opengyre.allocator.deadlines import Deadlines
 from opengyre.allocator.errors import DeposedError
 from opengyre.allocator.feed import Feed
 from opengyre.allocator.levels import Levels, Snapshot
@@ -25,10 +27,12 @@ from opengyre.allocator.records import Decisions, Records
 from opengyre.allocator.standing import Standing
 from opengyre.elastic.policy import decide, suspends
 from opengyre.elastic.progress import Progress
+from opengyre.proto import subjects
 from opengyre.proto.base import Event
 from opengyre.proto.decision import GroupEntry, PolicyInput, RoleChange
 from opengyre.proto.host import DesiredRole, HostStatus
 from opengyre.proto.run import Dispatch, Elastic, RunSpec
+from opengyre.proto.task import GroupOverdue
 from opengyre.shared.bus import View
 from opengyre.shared.lifecycle import Context
 
@@ -117,7 +121,7 @@ class Term:
         feed = Feed(self._context.bus, spec.run)
         progress = Progress(spec, self.entries.get(spec.run, ()))
         self._waiting.say(f"the log of run {spec.run} to be read")
-        await self._take(progress, await feed.history(entry.group for entry in progress.ledger.live()))
+        await self._take(progress, await feed.history(progress.ledger.unfinished()))
         await self._records.finish(progress)
         self.progress = progress
         self._context.missing = None
@@ -139,12 +143,14 @@ class Term:
 
     async def _lead(self, progress: Progress, feed: Feed) -> None:
         """Until another run is to be led or the service stops."""
+        deadlines = Deadlines()
         while not self._context.stopping.is_set():
             spec = current(self._runs.values, self._runs.revisions)
             if spec is None or spec.run != progress.spec.run:
                 return
             progress.spec = spec
             await self._take(progress, _drained(feed.queue))
+            await self._call_time(progress, deadlines)
             await self._admit(progress)
             await self._decide_roles(progress)
             figures.show(self._context, progress, self.cells())
@@ -171,6 +177,15 @@ class Term:
             raise DeposedError(f"group {group} was made by another while we led")
         log.warning("%s speaks of group %s, which is not in the ledger", type(event).__name__, group)
 
+    async def _call_time(self, progress: Progress, deadlines: Deadlines) -> None:
+        """Say of which groups the deadline has passed."""
+        now = asyncio.get_running_loop().time()
+        limit = progress.spec.dispatch.deadline_s
+        for entry in deadlines.due(progress.ledger.live(), limit, now) if limit is not None else ():
+            log.info("group %s has been live for %g s: it is to close", entry.group, limit)
+            overdue = GroupOverdue(run=entry.run, task=entry.task, group=entry.group)
+            await self._context.bus.publish(subjects.task(entry.run, entry.task, "overdue"), overdue)
+
     async def _admit(self, progress: Progress) -> None:
         spec, queue = progress.spec, progress.queue
         if progress.published < 0 or spec.state == "stopped":
@@ -184,13 +199,15 @@ class Term:
     async def _decide_roles(self, progress: Progress | None) -> None:
         async with self._switching:
             cells, seen = self._look()
-            views = self._clocks.views(cells, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            views = self._clocks.views(cells, now)
             if progress is None:
                 given = PolicyInput(
                     cells=views, live_executions=0, ready_groups=0, dispatch=Dispatch(), elastic=Elastic()
                 )
             else:
-                given = progress.policy_input(views)
+                progress.demand.observe(views, progress.live_executions, now)
+                given = progress.policy_input(views, _switch_s(cells))
             changes = decide(given)
             if changes:
                 run = progress.spec.run if progress else "none"
@@ -229,6 +246,12 @@ class Term:
                 await self._levels.command(seen, cell, role, reason, decision, wanted)
                 self._wake.set()
             return cell
+
+
+def _switch_s(cells: dict[str, Cell]) -> float | None:
+    """Mean of the hosts' last switches; None before the first."""
+    measured = [s.last_switch_s for cell in cells.values() for s in cell.present if s.last_switch_s is not None]
+    return fmean(measured) if measured else None
 
 
 def _drained(queue: asyncio.Queue[Event]) -> list[Event]:

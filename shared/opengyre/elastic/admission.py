@@ -2,8 +2,16 @@
 
 Boundary dispatch: while version `v` is the published one, groups are admitted until `(v + phi + mu) * B` groups have
 been or will be consumed; `v * B` of them are consumed by then, so `(phi + mu) * B` are unconsumed at the boundary and
-ever fewer until the next. The target is a level: asking again admits nothing more, whatever was lost or repeated.
-A group that is dropped before an update takes it is made up for at once, or a full batch might never come.
+ever fewer until the next. The target is a level: asking again admits nothing more, whatever was lost or repeated, and
+a smaller depth admits nothing until it is reached. Continuous dispatch keeps `Q_c` groups open instead.
+
+It is counted in executions, because members of a group may be consumed and dropped one by one. What is dropped before
+an update takes it is made up for at once, or a full batch might never come; where less than a group is lacking for the
+updates of a burst, one is admitted.
+
+`d_max` by `wait`: all that is admitted is consumed by update `oldest + d_max + 1`, `oldest` being the version at which
+the oldest unconsumed group was admitted, as long as no more is admitted than these updates hold. Without streaming a
+burst has to be complete before any of it is trained, so it is admitted whole; what would be too old then is dropped.
 
 Tasks are taken in the order of submission, `repeat` times each. Groups that evaluate are no part of the depth: they
 are admitted as they come, with one execution each.
@@ -15,26 +23,44 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from opengyre.proto import ids
-from opengyre.proto.decision import GroupEntry
+from opengyre.proto.decision import AdmissionInput, GroupEntry
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.run import RunSpec
 from opengyre.proto.task import TaskAdmitted, TaskSpec
 
 
-def room(run: RunSpec, *, published: int, kept: int, unconsumed: int) -> int:
-    """How many train groups may be admitted now.
-
-    `kept` are all train groups but those that were dropped and were in no update; `unconsumed` are live or ready. Both
-    bounds hold at once, because the consumption of a batch may be heard of before or after the version it made.
-    """
-    if published < 0 or run.state != "active":
+def room(given: AdmissionInput) -> int:
+    """How many train groups may be admitted now."""
+    if given.published < 0 or given.state != "active" or given.finished:
         return 0
-    dispatch = run.dispatch
-    depth = (dispatch.phi + dispatch.mu) * dispatch.batch_groups
-    target = published * dispatch.batch_groups + depth
-    if run.updates is not None:
-        target = min(target, run.updates * dispatch.batch_groups)
-    return max(0, int(min(target - kept, depth - unconsumed)))
+    dispatch = given.dispatch
+    size, batch = dispatch.group_size, dispatch.update_executions
+    # Levels of the executions that updates have taken or will take.
+    burst = (given.published + dispatch.mu) * batch
+    bounds = []
+    if given.updates is not None:
+        bounds.append(given.updates * batch)
+        burst = min(burst, given.updates * batch)
+    if dispatch.d_max is not None and dispatch.on_stale == "wait":
+        oldest = given.published if given.oldest_version is None else min(given.oldest_version, given.published)
+        bounds.append(max((oldest + dispatch.d_max + 1) * batch, 0 if given.stream else burst))
+    if dispatch.continuous is None:
+        depth = round((dispatch.phi + dispatch.mu) * batch)
+        bounds.append(given.published * batch + depth)
+        # Both hold at once: the consumption of a batch may be heard of before or after the version it made.
+        free = min((depth - given.unconsumed_executions) // size, *(_groups(given, bound) for bound in bounds))
+        some = given.unconsumed_executions < depth
+    else:
+        free = min(dispatch.continuous - given.live_groups, *(_groups(given, bound) for bound in bounds), given.most)
+        some = given.live_groups < dispatch.continuous
+    if free <= 0 and some and 0 < burst - given.kept_executions < size:
+        free = 1
+    return max(0, min(free, given.waiting, given.most))
+
+
+def _groups(given: AdmissionInput, bound: int) -> int:
+    """Whole groups until `bound` executions are kept."""
+    return (bound - given.kept_executions) // given.dispatch.group_size
 
 
 def seed_of(run_seed: int, sequence: int, member: int) -> int:
@@ -69,10 +95,12 @@ def dispatches(run: RunSpec, task: TaskSpec, entry: GroupEntry) -> list[EpisodeD
             members=entry.executions,
             version=entry.admitted_version,
             seed=seed_of(run.seed, entry.sequence, member),
+            group_seed=seed_of(run.seed, entry.sequence, -1),
             task=task,
             harness=run.harness,
             min_members=min(run.dispatch.min_members, len(entry.executions)),
             advantage=run.optimization.advantage,
+            close_at=min(close_at, len(entry.executions)) if (close_at := run.dispatch.close_at) is not None else None,
         )
         for member, execution in enumerate(entry.executions)
     ]

@@ -1,10 +1,11 @@
-"""The staleness ledger of one run: its groups, their transitions, the books of law 2 and the staleness of law 5. Pure.
+"""The staleness ledger of one run: its groups and executions, the books of law 2 and the staleness of law 5. Pure.
 
-A group's entry goes live -> ready -> trained, or to dropped or evaluated. Events may come twice and in any order: an
-entry only ever rises (live < what scoring said < what consumption said), so every order gives the same entry.
+An execution goes live -> ready -> trained, or to dropped; a group is live until it closes, then ready, and trained once
+an update took one of its executions, or dropped or evaluated. What was said of an execution is kept in its group's
+entry (`entries`), and all states follow from that; events may come twice and in any order, every order gives the same.
 
-Invariants: sequences are 0, 1, 2, ... without gaps (the next group is `next_sequence`); `d = v_t - v_d >= 0`; a
-group is trained at one version only. The books are counted as entries come and change, `dispatched` apart from the
+Invariants: sequences are 0, 1, 2, ... without gaps (the next group is `next_sequence`); `d = v_t - v_d >= 0`; an
+execution is trained at one version only. The books are counted as entries come and change, `dispatched` apart from the
 others, so that `balances` is a check and not a definition.
 """
 
@@ -12,47 +13,12 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
-from opengyre.proto.decision import Book, GroupEntry, StalenessReport
+from opengyre.elastic.entries import LOST, SKIPPED, ExecutionState, LawBrokenError, consumed, last_version, scored
+from opengyre.elastic.entries import executions as states_of
+from opengyre.proto.decision import Book, Discards, GroupEntry, StalenessReport
 from opengyre.proto.run import Dispatch
-from opengyre.proto.task import GroupConsumed, GroupScored
 
-LOST = "lost"
-"""Reason of an execution of a group that was dropped for no reason of its own."""
-SKIPPED = "non_finite_gradient"
-"""Reason of groups whose update did not step: they were its batch, so nothing takes their place."""
-
-
-class LawBrokenError(Exception):
-    """A law of the design does not hold; the message says which, for which group. Fatal."""
-
-
-def scored(entry: GroupEntry, event: GroupScored) -> GroupEntry:
-    """The entry after its scores are known. What consumption said stands."""
-    unscored = event.unscored or entry.unscored
-    if entry.consumed_version is not None or entry.state not in ("live", "ready"):
-        return msgspec.structs.replace(entry, unscored=unscored)
-    reason = (event.reason or LOST) if event.outcome == "dropped" else None
-    return msgspec.structs.replace(entry, state=event.outcome, reason=reason, unscored=unscored)
-
-
-def consumed(entry: GroupEntry, event: GroupConsumed) -> GroupEntry:
-    """The entry after an update took the group, or dropped it. Raises `LawBrokenError`."""
-    if event.version < entry.admitted_version:
-        raise LawBrokenError(
-            f"staleness of group {entry.group} is negative: admitted at version {entry.admitted_version}, "
-            f"consumed at version {event.version} (law 4)"
-        )
-    if entry.consumed_version is not None:
-        if entry.state == event.outcome == "trained" and entry.consumed_version != event.version:
-            raise LawBrokenError(
-                f"group {entry.group} was trained twice, at versions {entry.consumed_version} and "
-                f"{event.version} (law 3)"
-            )
-        return entry
-    reason = (event.reason or LOST) if event.outcome == "dropped" else None
-    return msgspec.structs.replace(entry, state=event.outcome, consumed_version=event.version, reason=reason)
+__all__ = ["LOST", "SKIPPED", "LawBrokenError", "Ledger", "consumed", "predicted", "report", "scored"]
 
 
 class _Tally:
@@ -62,6 +28,12 @@ class _Tally:
         self.dispatched = 0
         self.states: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
+
+    def count(self, state: str, reason: str | None, by: int) -> None:
+        if state == "dropped":
+            self.dropped[reason or LOST] += by
+        else:
+            self.states[state] += by
 
     def book(self) -> Book:
         trained, ready, live = (self.states[state] for state in ("trained", "ready", "live"))
@@ -75,6 +47,23 @@ class _Tally:
         )
 
 
+class _Lengths:
+    """Tokens of executions that were measured."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.measured = 0
+
+    def count(self, tokens: int | None, by: int) -> None:
+        if tokens is not None:
+            self.tokens += by * tokens
+            self.measured += by
+
+    @property
+    def mean(self) -> float | None:
+        return self.tokens / self.measured if self.measured else None
+
+
 class Ledger:
     """All groups of one run."""
 
@@ -83,12 +72,27 @@ class Ledger:
         self._groups = _Tally()
         self._executions = _Tally()
         self._live: dict[str, GroupEntry] = {}
-        self._ready: set[str] = set()
+        self._unfinished: dict[str, None] = {}
+        self._open: Counter[int] = Counter()
+        """Admission version -> executions that no update took and that were not dropped."""
+        self._lengths = _Lengths()
+        self._discards: dict[str, _Lengths] = {}
+        self.ready_executions: set[str] = set()
+        """Executions that wait for an update or are in the one under way, and have a score."""
+        self.ready_unscored = 0
+        """Executions that wait for an update, and are no work."""
         self.distribution: Counter[int] = Counter()
+        """d -> groups."""
+        self.by_execution: Counter[int] = Counter()
+        """d -> trained executions."""
         self.next_sequence = 0
         self.evaluated = 0
+        self.live_executions = 0
+        """Executions of both purposes of which nothing was said."""
         self.replaceable = 0
-        """Train groups that were dropped and were in no update: others may be admitted in their place."""
+        """Executions that were dropped and took no place in an update: others may be admitted for them."""
+        self.taken = 0
+        """Executions that took a place in a committed update."""
         self.trainer_version = 0
         """The greatest version that a consumption implies."""
         for entry in entries:
@@ -114,7 +118,12 @@ class Ledger:
                 self._groups.dispatched += 1
                 self._executions.dispatched += len(entry.executions)
         self._entries[entry.group] = entry
+        live = self.live_executions
         self._count(entry, 1)
+        if self.live_executions > live:
+            self._unfinished[entry.group] = None
+        else:
+            self._unfinished.pop(entry.group, None)
         if entry.state == "live":
             self._live[entry.group] = entry
         else:
@@ -123,34 +132,51 @@ class Ledger:
     def _count(self, entry: GroupEntry, by: int) -> None:
         if entry.purpose == "evaluate":
             self.evaluated += by * (entry.state == "evaluated")
+            self.live_executions += by * len(entry.executions) * (entry.state == "live")
             return
-        if entry.state == "ready":
-            (self._ready.add if by > 0 else self._ready.discard)(entry.group)
-        if entry.state == "dropped":
-            self._groups.dropped[entry.reason or LOST] += by
-            self.replaceable += by * (entry.reason != SKIPPED)
-        else:
-            self._groups.states[entry.state] += by
-        for execution in entry.executions:
-            reason = entry.unscored.get(execution)
-            if entry.state == "dropped":
-                self._executions.dropped[reason or entry.reason or LOST] += by
-            elif entry.state == "trained" and reason is not None:
-                self._executions.dropped[reason] += by
-            else:
-                self._executions.states[entry.state] += by
+        self._groups.count(entry.state, entry.reason, by)
+        for execution in states_of(entry):
+            self._count_execution(entry, execution, by)
         if entry.consumed_version is not None:
-            self.trainer_version = max(self.trainer_version, entry.consumed_version + 1)
+            self.trainer_version = max(self.trainer_version, last_version(entry) + 1)
             if entry.state == "trained":
                 self.distribution[entry.consumed_version - entry.admitted_version] += by
 
+    def _count_execution(self, entry: GroupEntry, execution: ExecutionState, by: int) -> None:
+        name, state = execution.name, execution.state
+        self._executions.count(state, execution.reason, by)
+        tokens = entry.tokens.get(name)
+        if state in ("live", "ready"):
+            self._open[entry.admitted_version] += by
+            if not self._open[entry.admitted_version]:
+                del self._open[entry.admitted_version]
+        if state == "live":
+            self.live_executions += by
+        elif state == "ready" and execution.scored:
+            (self.ready_executions.add if by > 0 else self.ready_executions.discard)(name)
+        elif state == "ready":
+            self.ready_unscored += by
+        elif state == "trained":
+            assert execution.version is not None
+            self.by_execution[execution.version - entry.admitted_version] += by
+            self._lengths.count(tokens, by)
+        else:
+            self._discards.setdefault(execution.reason or LOST, _Lengths()).count(tokens, by)
+            self.replaceable += by * (not execution.took_place)
+        self.taken += by * execution.took_place
+
     def live(self) -> Iterable[GroupEntry]:
-        """Groups that have not been scored, of both purposes."""
+        """Groups that have not closed, of both purposes."""
         return self._live.values()
 
-    def ready(self) -> frozenset[str]:
-        """Groups that wait for an update or are in the one under way."""
-        return frozenset(self._ready)
+    def unfinished(self) -> Iterable[str]:
+        """Groups of which an execution is live, of both purposes."""
+        return tuple(self._unfinished)
+
+    @property
+    def live_groups(self) -> int:
+        """Train groups that have not closed."""
+        return self._groups.states["live"]
 
     @property
     def unconsumed(self) -> int:
@@ -158,9 +184,19 @@ class Ledger:
         return self._groups.states["live"] + self._groups.states["ready"]
 
     @property
-    def kept(self) -> int:
-        """Train groups that updates have taken or will take."""
-        return self._groups.dispatched - self.replaceable
+    def unconsumed_executions(self) -> int:
+        """Executions of train groups that are live or ready."""
+        return self._executions.states["live"] + self._executions.states["ready"]
+
+    @property
+    def kept_executions(self) -> int:
+        """Executions of train groups that updates have taken or will take."""
+        return self._executions.dispatched - self.replaceable
+
+    @property
+    def oldest_version(self) -> int | None:
+        """`v_d` of the oldest unconsumed execution."""
+        return min(self._open, default=None)
 
     def groups_book(self) -> Book:
         return self._groups.book()
@@ -177,24 +213,56 @@ class Ledger:
         )
         return [d for _, _, d in heapq.nlargest(window, trained)]
 
+    def recent_executions(self, window: int) -> list[int]:
+        """`d` of the `window` executions that were trained last, the last first."""
+        trained = (
+            (version, entry.sequence, version - entry.admitted_version)
+            for entry in self._entries.values()
+            if entry.purpose == "train"
+            for name, version in entry.trained.items()
+            if name not in entry.unscored
+        )
+        return [d for _, _, d in heapq.nlargest(window, trained)]
+
+    def discards(self) -> dict[str, Discards]:
+        """Reason -> executions that were dropped for it, and how long they were."""
+        return {
+            reason: Discards(executions=self._executions.dropped[reason], mean_tokens=lengths.mean)
+            for reason, lengths in sorted(self._discards.items())
+            if self._executions.dropped[reason]
+        }
+
+    @property
+    def trained_mean_tokens(self) -> float | None:
+        return self._lengths.mean
+
 
 def predicted(dispatch: Dispatch) -> float:
     """`E[d] = phi + (mu - 1) / 2` in updates: equation 2 of the paper."""
     return dispatch.phi + (dispatch.mu - 1) / 2
 
 
-def report(run: str, dispatch: Dispatch, ledger: Ledger, published: int) -> StalenessReport:
+def mean_of(spread: Counter[int] | dict[int, int]) -> float | None:
+    """Mean of a distribution."""
+    total = sum(spread.values())
+    return sum(d * count for d, count in spread.items()) / total if total else None
+
+
+def report(
+    run: str, dispatch: Dispatch, ledger: Ledger, published: int, by_token_mean: float | None = None
+) -> StalenessReport:
     """Predicted and measured staleness, and the books. The window is two bursts long."""
     window = 2 * dispatch.mu * dispatch.batch_groups
     recent = ledger.recent_staleness(window)
+    recent_executions = ledger.recent_executions(window * dispatch.group_size)
     spread = {d: count for d, count in sorted(ledger.distribution.items()) if count}
-    total = sum(spread.values())
+    by_execution = {d: count for d, count in sorted(ledger.by_execution.items()) if count}
     return StalenessReport(
         run=run,
         phi=dispatch.phi,
         mu=dispatch.mu,
         predicted=predicted(dispatch),
-        mean=sum(d * count for d, count in spread.items()) / total if total else None,
+        mean=mean_of(spread),
         maximum=max(spread, default=None),
         distribution=spread,
         window_mean=sum(recent) / len(recent) if recent else None,
@@ -204,4 +272,11 @@ def report(run: str, dispatch: Dispatch, ledger: Ledger, published: int) -> Stal
         groups=ledger.groups_book(),
         executions=ledger.executions_book(),
         evaluated_groups=ledger.evaluated,
+        by_execution_mean=mean_of(by_execution),
+        by_execution_maximum=max(by_execution, default=None),
+        by_execution=by_execution,
+        by_execution_window_mean=sum(recent_executions) / len(recent_executions) if recent_executions else None,
+        by_token_mean=by_token_mean,
+        trained_mean_tokens=ledger.trained_mean_tokens,
+        discards=ledger.discards(),
     )

@@ -15,7 +15,6 @@ from opengyre.elastic.policy import decide, suspends
 from opengyre.proto.base import Record
 from opengyre.proto.decision import AdmissionInput, Decision, PolicyInput, RoleChange
 from opengyre.proto.host import Role
-from opengyre.proto.run import RunSpec
 
 WISHED: dict[str, Role] = {"drain": "train", "cordon": "cordoned", "resume": "rollout"}
 """An operator's wish -> the role that the cell is told."""
@@ -108,23 +107,8 @@ def _shown(change: RoleChange | None) -> Any:
 def _admission(decision: Decision, given: AdmissionInput) -> list[tuple[str, Any, Any]]:
     return [
         ("version", decision.version, given.published),
-        ("admitted", len(decision.admitted) - given.evaluating, admitted(given)),
+        ("admitted", len(decision.admitted) - given.evaluating, room(given)),
     ]
-
-
-def admitted(given: AdmissionInput) -> int:
-    """Train groups that are admitted on `given`."""
-    if given.finished:
-        return 0
-    run = RunSpec(run="", model="", updates=given.updates, dispatch=given.dispatch, state=given.state)
-    size = given.dispatch.group_size
-    free = room(
-        run,
-        published=given.published,
-        kept=given.kept_executions // size,
-        unconsumed=given.unconsumed_executions // size,
-    )
-    return min(free, given.waiting, given.most)
 
 
 def _wish(decision: Decision, wish: str) -> list[tuple[str, Any, Any]]:
