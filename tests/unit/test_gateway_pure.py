@@ -1,6 +1,7 @@
 """Folding of events, positions in streams, the status page's sums: no I/O."""
 
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -55,6 +56,24 @@ def fold(events: list[Event]) -> TaskFold:
 @given(st.permutations(EVENTS), st.lists(st.sampled_from(EVENTS)))
 def test_events_in_any_order_and_twice_give_the_same_task(order: list[Event], again: list[Event]) -> None:
     assert fold([*order, *again]).report() == fold(EVENTS).report()
+
+
+def late(event: GroupScored | GroupConsumed, **fields: Any) -> Event:
+    return msgspec.structs.replace(event, executions=("r-g000000-e01",), **fields)
+
+
+LATE: list[Event] = [
+    *EVENTS,
+    late(scored("r-g000000", "ready"), late=True, scores={"r-g000000-e01": 1.0}),
+    late(consumed("r-g000000"), version=6, outcome="dropped", reason="stale"),
+]
+
+
+@given(st.permutations(LATE))
+def test_a_late_member_adds_its_score_and_takes_nothing_back(order: list[Event]) -> None:
+    group = fold(order).report().groups[0]
+    assert group.scores == {"r-g000000-e00": 0.5, "r-g000000-e01": 1.0}
+    assert (group.state, group.consumed_version, group.reason) == ("trained", 4, None)
 
 
 def test_a_task_goes_from_submitted_over_live_to_done() -> None:

@@ -16,7 +16,8 @@ from opengyre.proto.traj import Part
 TaskState = Literal["submitted", "live", "done"]
 REPORTED = 200
 """Groups of one task that a report shows, the last ones."""
-_RANK: dict[GroupState, int] = {"live": 0, "ready": 1, "dropped": 2, "evaluated": 2, "trained": 2}
+_RANK: dict[GroupState, int] = {"live": 0, "ready": 1, "dropped": 2, "evaluated": 2, "trained": 3}
+"""A group of which executions were trained stays so, whatever becomes of a member that ends late."""
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +79,9 @@ def fold_group(before: GroupSummary | None, event: Event) -> GroupSummary | None
 def _later(known: GroupSummary, state: GroupState, reason: str | None) -> GroupSummary:
     if _RANK[state] < _RANK[known.state]:
         return known
-    return msgspec.structs.replace(known, state=state, reason=reason if reason is not None else known.reason)
+    if reason is None and _RANK[state] == _RANK[known.state]:
+        reason = known.reason
+    return msgspec.structs.replace(known, state=state, reason=reason)
 
 
 class TaskFold:
