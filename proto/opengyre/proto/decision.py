@@ -100,6 +100,8 @@ class Decision(Event, frozen=True, kw_only=True, tag="decision.v1"):
     unconsumed: int | None = None
     """Groups that were unconsumed before an admission."""
     note: str = ""
+    took_s: float = 0.0
+    """How long the policy took to decide, on the allocator's clock."""
     suspends: bool = False
     """After it no cell serves although executions are live: their calls are parked and the episodes SUSPENDED."""
 

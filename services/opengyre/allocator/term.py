@@ -13,6 +13,7 @@ Awaits: the loop is woken by an event of the run, a change of a host or of a run
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from statistics import fmean
 
@@ -208,11 +209,13 @@ class Term:
             else:
                 progress.demand.observe(views, progress.live_executions, now)
                 given = progress.policy_input(views, _switch_s(cells))
+            began = time.perf_counter()
             changes = decide(given)
+            took_s = round(time.perf_counter() - began, 6)
             if changes:
                 run = progress.spec.run if progress else "none"
                 decision = await self.decisions.publish(
-                    run, "roles", input=given, changes=changes, suspends=suspends(given, changes)
+                    run, "roles", input=given, changes=changes, suspends=suspends(given, changes), took_s=took_s
                 )
                 for change in changes:
                     cell = cells[change.cell]

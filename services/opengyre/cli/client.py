@@ -5,6 +5,7 @@ directory. Every fault is a `ClientError` of one sentence.
 """
 
 import http.client
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,9 @@ from opengyre.proto.ids import BadIdentifierError, check_token
 from opengyre.shared.settings import load
 
 TIMEOUT_S = 40.0
-console = Console(highlight=False)
+PIPED_WIDTH = 120
+"""Columns of a table that is piped."""
+console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 errors = Console(stderr=True, highlight=False)
 
 GatewayOption = Annotated[

@@ -5,7 +5,22 @@ import sys
 
 import typer
 
-from opengyre.cli import decisions, demo, doctor, hosts, knobs, runs, staleness, status, streams, tasks, updown
+from opengyre.cli import (
+    bench,
+    decisions,
+    demo,
+    doctor,
+    hosts,
+    knobs,
+    runs,
+    simulate,
+    staleness,
+    status,
+    streams,
+    tasks,
+    tune,
+    updown,
+)
 from opengyre.cli.stack import StackError
 from opengyre.shared.embedded import MissingBinaryError
 from opengyre.shared.settings import SettingsError
@@ -18,7 +33,10 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for module in (updown, demo, doctor, status, runs, tasks, hosts, staleness, decisions, knobs, streams):
+MODULES = (
+    updown, demo, doctor, status, runs, tasks, hosts, staleness, decisions, knobs, streams, simulate, tune, bench,
+)  # fmt: skip
+for module in MODULES:
     module.register(app)
 
 

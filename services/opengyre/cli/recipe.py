@@ -72,8 +72,8 @@ def read_recipe(path: Path) -> Plan:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskFileError(f"recipe {path} is not valid TOML: {error}") from error
     for key in document:
-        if key not in ("run", "tasks"):
-            raise TaskFileError(f"{path}: unknown table {key}; allowed: run, tasks")
+        if key not in ("run", "tasks", "workload"):  # the last is the simulator's
+            raise TaskFileError(f"{path}: unknown table {key}; allowed: run, tasks, workload")
     return Plan(run=_run(path, document.get("run")), tasks=_tasks(path, document.get("tasks")))
 
 
