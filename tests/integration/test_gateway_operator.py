@@ -113,6 +113,12 @@ REFUSED = [
 ]
 
 
+OUT_OF_RANGE = [one for one in REFUSED if "; allowed are values from" in one[1] or "choose phi" in one[1]] + [
+    one for one in REFUSED if "a sum of at most" in one[1]
+]
+"""What a new run may not have, either."""
+
+
 def as_fields(change: dict[str, Any]) -> list[str]:
     """A change as `gyre run set` takes it."""
     fields: list[str] = []
@@ -139,12 +145,45 @@ async def test_a_change_that_is_not_allowed_is_one_sentence_and_changes_nothing(
 async def test_a_run_with_what_is_not_allowed_is_not_made(gyre: Gyre, bus: Bus) -> None:
     await present(gyre, bus, "host0", "host1")
     await gyre.shown("run", "stop", "demo")
-    for change, sentence in REFUSED:
-        if set(change) <= {"dispatch", "elastic"} and "cannot change" not in sentence and change:
-            wanted = {**RUN, "run": "second", **{part: {**RUN[part], **change[part]} for part in change}}
-            detail = await gyre.running.refused(422, "POST", "/v1/runs", wanted)
-            assert sentence.removesuffix("phi, mu, close_at") in detail, change
+    for change, sentence in OUT_OF_RANGE:
+        wanted = {**RUN, "run": "second", **{part: {**RUN[part], **change[part]} for part in change}}
+        assert sentence in await gyre.running.refused(422, "POST", "/v1/runs", wanted), change
     assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("second") is None
+
+
+RECIPE = """\
+[run]
+run = "second"
+model = "/somewhere"
+[run.dispatch]
+{dispatch}
+[run.elastic]
+{elastic}
+[tasks]
+generator = "shelltasks"
+count = 4
+"""
+
+
+async def test_a_recipe_with_what_is_not_allowed_makes_no_run(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
+    await present(gyre, bus, "host0", "host1")
+    await gyre.shown("run", "stop", "demo")
+    recipe = tmp_path / "bad.toml"
+    for change, sentence in OUT_OF_RANGE:
+        text = {part: "\n".join(f"{name} = {value}" for name, value in change[part].items()) for part in change}
+        recipe.write_text(RECIPE.format(**{"dispatch": "", "elastic": "", **text}))
+        assert sentence in await gyre.refused("run", str(recipe)), change
+    assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("second") is None
+
+
+async def test_a_run_that_there_is_is_found_again_though_a_cell_is_lost(gyre: Gyre, bus: Bus) -> None:
+    await present(gyre, bus, "host0", "host1")
+    wanted = {**RUN, "run": "second", "elastic": {"min_rollout_cells": 1, "min_train_cells": 1}}
+    await gyre.shown("run", "stop", "demo")
+    report = await gyre.running.given(201, "POST", "/v1/runs", wanted)
+    await Bucket(bus, subjects.KV_HOSTS, HostStatus).delete("host1")
+    await eventually(lambda: gyre.running.gateway.deps.cells() == {"host0"})
+    assert await gyre.running.given(201, "POST", "/v1/runs", wanted) == report
 
 
 @pytest.mark.parametrize(

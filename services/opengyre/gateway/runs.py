@@ -175,7 +175,7 @@ async def _create(deps: Deps, spec: RunSpec) -> RunReport:
             stop = f'PATCH /v1/runs/{other} with {{"state": "stopped"}} stops it'
             detail = f"run {other} is active, and one run is active at a time; {stop}"
             raise Problem(409, detail, field="run")
-        await deps.runs.create(spec.run, spec)
+        await deps.runs.create(spec.run, checked(spec, deps.cells()))
     return await report_of(deps, spec)
 
 
@@ -191,7 +191,7 @@ async def create_run(
     body: Annotated[RunIn, Body(openapi_examples=body_example(run=examples.RUN_IN))],
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> Response:
-    spec = checked(body.spec(), deps.cells())
+    spec = body.spec()
 
     async def handle() -> tuple[int, bytes]:
         return 201, msgspec.json.encode(await _create(deps, spec))

@@ -38,8 +38,8 @@ def _bounds(given: AdmissionInput) -> list[tuple[int, str]]:
         last = f"all groups of the run's {given.updates} updates are admitted"
         bounds.append((given.updates * batch - given.kept_executions, last))
     if dispatch.d_max is not None and dispatch.on_stale == "wait":
-        oldest = given.published if given.oldest_version is None else given.oldest_version
-        until = oldest + dispatch.d_max + 1
+        oldest = given.published if given.oldest_version is None else min(given.oldest_version, given.published)
+        until = max(oldest + dispatch.d_max + 1, 0 if given.stream else given.published + dispatch.mu)
         held = (
             f"dispatch.d_max {dispatch.d_max} holds admission: the oldest unconsumed group is of version {oldest}, "
             f"so no more is admitted than {until} updates take"
