@@ -3,6 +3,8 @@ decisions; and bad input, which is one sentence and changes nothing."""
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,30 @@ async def test_the_last_decisions_are_found_among_those_of_another_run(gyre: Gyr
     last = await gyre.running.given(200, "GET", "/v1/decisions?run=demo&limit=2&last=true")
     assert [one["decision"]["decision"] for one in last["decisions"]] == ["1-40", "1-50"]
     assert await start_of_last(bus, subjects.DECISIONS, subjects.decision("demo"), 200) == 1
+
+
+async def test_decisions_are_followed_until_interrupted(gyre: Gyre, bus: Bus) -> None:
+    first, second = decisions()[:2]
+    await bus.publish(subjects.decision("demo"), first)
+    words = ["decisions", "ls", "demo", "--follow", "--json", "--state-dir", str(gyre.state)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "opengyre.cli", *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        for decision in (first, second):
+            async with asyncio.timeout(20):
+                line = await process.stdout.readline()
+            assert json.loads(line)["decision"]["decision"] == decision.decision
+            await bus.publish(subjects.decision("demo"), second)
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(10):
+            out, errors = await process.communicate()
+        assert (process.returncode, out, errors) == (0, b"", b"")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_knobs_are_translated_without_a_stack(gyre: Gyre) -> None:

@@ -179,6 +179,7 @@ class Followed:
         report = self.status.get("staleness")
         if report is not None:
             parts.append(staleness.books(report))
+        parts += [Text(f"held: {sentence}") for sentence in self.status.get("held") or []]
         waits = self.status.get("waits") or []
         parts += [Text(f"{wait['service']} waits for {wait['what']} ({wait['since_s']:.0f} s)") for wait in waits[:5]]
         return Group(*parts)

@@ -13,7 +13,7 @@ from opengyre.gateway.openapi import documented
 from opengyre.gateway.runs import DepsOf, RunQuery
 from opengyre.proto import subjects
 from opengyre.proto.decision import Decision
-from opengyre.shared.bus import Bus, page
+from opengyre.shared.bus import Bus, Stored, page
 
 NO_RUN = "none"
 """The run of decisions that were made while there was no run."""
@@ -48,6 +48,18 @@ async def start_of_last(bus: Bus, stream: str, subject: str, wanted: int) -> int
     return 1
 
 
+async def last_of(bus: Bus, stream: str, subject: str, wanted: int) -> list[Stored]:
+    """The last `wanted` messages under `subject`, the oldest first."""
+    start = await start_of_last(bus, stream, subject, wanted)
+    messages: list[Stored] = []
+    while True:
+        got = await page(bus, stream, subject, start=start, limit=wanted)
+        messages = [*messages, *got.messages][-wanted:]
+        if not got.messages or not got.left:
+            return messages
+        start = got.messages[-1].sequence + 1
+
+
 @router.get(
     "/v1/decisions",
     summary="Decisions of the allocator, with their inputs",
@@ -63,9 +75,11 @@ async def list_decisions(
 ) -> Response:
     name = NO_RUN if run == NO_RUN and run not in deps.run_view.values else (await chosen_run(deps, run))[0].run
     subject = subjects.decision(name)
-    start = await start_of_last(deps.bus, subjects.DECISIONS, subject, limit) if last else after + 1
-    got = await page(deps.bus, subjects.DECISIONS, subject, start=start, limit=2 * limit if last else limit)
-    messages = got.messages[-limit:] if last else got.messages
+    if last:
+        messages, more = await last_of(deps.bus, subjects.DECISIONS, subject, limit), False
+    else:
+        got = await page(deps.bus, subjects.DECISIONS, subject, start=after + 1, limit=limit)
+        messages, more = got.messages, got.left > 0
     found: list[DecisionAt] = []
     for stored in messages:
         event = stored.event()
@@ -73,5 +87,5 @@ async def list_decisions(
             if not inputs:
                 event = msgspec.structs.replace(event, input=None, admission=None)
             found.append(DecisionAt(sequence=stored.sequence, time=stored.timestamp, decision=event))
-    following = messages[-1].sequence if messages and got.left else None
+    following = messages[-1].sequence if messages and more else None
     return answer(DecisionList(run=name, decisions=tuple(found), next=following))
