@@ -84,30 +84,73 @@ def outcome_facts(
     }
 
 
-def page_text(rows: Sequence[RowResult], shown: Sequence[str], updates: int, workload: Workload) -> str:
-    """The page beside the picture."""
+def page_text(
+    rows: Sequence[RowResult], free: Sequence[RowResult], points: Sequence[Point], shown: Sequence[str],
+    workload: Workload,
+) -> str:  # fmt: skip
+    """The page beside the picture: the rows, with switches charged and free; the frontier; the ideas."""
     lines = [
-        "# Cells over time",
+        "# Table 1, simulated",
         "",
         "Made by `gyre simulate page`; do not edit.",
         "",
-        f"The allocator's own policy on a virtual clock: {updates} updates of the workload that reproduces Table 1",
-        f"of QwenGyre (arXiv 2609.33848), {workload.nodes} nodes, {workload.switch_h:g} h charged for every switch.",
-        f"The picture is of seed 0 of {', '.join(shown)}; the figures below are means over {rows[0].seeds} seeds.",
+        "The allocator's own policy on a virtual clock, on the workload that reproduces Table 1 of QwenGyre",
+        f"(arXiv 2609.33848): {workload.nodes} nodes, {workload.batch_groups} groups of {workload.group_size} an update,",
+        f"12 updates; {workload.switch_h:g} h are charged for every switch of a cell.",
+        f"The picture is of seed 0; figures are means over {rows[0].seeds} seeds, the same for all rows.",
         "",
         "![Cells by role, demand of the rollouts, groups that wait and updates](table1.svg)",
         "",
         "Above: cells that serve, train or are on their way; the line is what the live executions need. Where it is",
         "above the cells that serve, rollouts are slowed. Below: groups that wait to be trained; each upright line is",
-        "an update.",
+        f"an update. Columns: {', '.join(shown)}.",
         "",
-        "| id | what | (phi, mu) | close at | hours | / E0 | paper | mean d | worst d | of the floor | switches |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.id} | {row.what} | ({row.phi:g}, {row.mu}) | {row.close_at} | {row.hours:.2f} | {row.ratio:.3f} "
-        f"| {number(row.published_ratio, 3)} | {row.staleness_mean:.2f} | {row.staleness_max} "
-        f"| {row.efficiency:.1%} | {row.switches:.0f} |"
-        for row in rows
+        "## Rows",
+        "",
+        *_rows(rows),
+        "",
+        "`d` is staleness by execution, over these 12 updates; `ours` closes a group at 6 of its 8 members, trains the",
+        "late ones late, and sends a cell to train only for two switch times of work at least.",
+        "",
+        "### With free switches",
+        "",
+        *_rows(free),
+        "",
+        "## The frontier",
+        "",
+        "Elastic cells with the gate, all (phi, mu) within 1/4 of the wished E[d], each at several `close_at`; shown",
+        "are those that no other near the same E[d] beats in hours, mean and worst staleness at once.",
+        "",
+        "| E[d] near | setting | hours | mean d | worst d | of the floor | switches |",
+        "|---|---|---|---|---|---|---|",
+        *(_point(point) for point in points if point.best),
+        "",
+        "## Ideas, one at a time",
+        "",
+        "Each changes one thing of `ours`.",
+        "",
+        "| idea | what | hours | mean d | worst d | of the floor | switches |",
+        "|---|---|---|---|---|---|---|",
+        *(_point(point) for point in points if not point.near.replace(".", "").isdigit()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(rows: Sequence[RowResult]) -> list[str]:
+    return [
+        "| id | what | (phi, mu) | close at | hours | / E0 | paper | mean d | worst d | of the floor | switches |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {row.id} | {row.what} | ({row.phi:g}, {row.mu}) | {row.close_at} | {row.hours:.2f} | {row.ratio:.3f} "
+            f"| {number(row.published_ratio, 3)} | {row.staleness_mean:.2f} | {row.staleness_max} "
+            f"| {row.efficiency:.1%} | {row.switches:.0f} |"
+            for row in rows
+        ),
+    ]
+
+
+def _point(point: Point) -> str:
+    return (
+        f"| {point.near} | {point.what} | {point.hours:.2f} | {point.staleness_mean:.2f} | {point.staleness_max} "
+        f"| {point.efficiency:.1%} | {point.switches:.0f} |"
+    )

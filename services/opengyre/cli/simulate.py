@@ -98,6 +98,8 @@ def _page(workload: Workload, seeds: int, out: Path, json: bool) -> None:
     from opengyre.sim.plot import svg
 
     rows = table([*PAPER_ROWS, "ours"], workload=workload, seeds=seeds, progress=_say)
+    free = table(["E0", "ours"], workload=replace(workload, switch_h=0.0), seeds=seeds, progress=_say)
+    points = frontier(workload=workload, seeds=seeds, progress=_say)
     shown = ("A0", "C0", "E0", "ours")
     columns = [(f"{name}: {ROWS[name].what}", workload, simulate(workload, ROWS[name].setting, 0)) for name in shown]
     try:
@@ -107,7 +109,7 @@ def _page(workload: Workload, seeds: int, out: Path, json: bool) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "table1.svg").write_text(picture, encoding="utf-8")
-        (out / "table1.md").write_text(page_text(rows, shown, UPDATES, workload), encoding="utf-8")
+        (out / "table1.md").write_text(page_text(rows, free, points, shown, workload), encoding="utf-8")
     except OSError as error:
         raise StackError(f"--out: {out} cannot be written: {error.strerror}") from error
     written = [str(out / "table1.md"), str(out / "table1.svg")]

@@ -13,7 +13,7 @@ from opengyre.sim.gyre import Moment, Outcome
 from opengyre.sim.workload import Workload
 
 COLOURS = {"serve": "#4c78a8", "train": "#f58518", "switch": "#bab0ac", "demand": "#1b1b1b", "ready": "#54a24b"}
-SHOWN = 600
+SHOWN = 240
 """Points of a line at most."""
 
 
