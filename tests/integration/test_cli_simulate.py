@@ -1,0 +1,107 @@
+"""`gyre simulate` and `gyre tune` as a person runs them; `gyre bench` as far as it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GYRE = [sys.executable, "-m", "opengyre.cli"]
+RECIPE = """
+[workload]
+nodes = 8
+mean_h = 1.0
+rollout_node_h = 6.0
+train_node_h = 3.0
+
+[run]
+updates = 4
+[run.dispatch]
+phi = 0.5
+mu = 2
+batch_groups = 4
+group_size = 4
+close_at = 3
+"""
+
+
+def gyre(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*GYRE, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_table1_prints_seven_rows_and_ours() -> None:
+    done = gyre("simulate", "table1", "--json", "--seeds", "8")
+    rows = json.loads(done.stdout)
+    assert [row["id"] for row in rows] == ["A0", "A1", "A2", "A3", "C0", "C1", "E0", "ours"]
+    for row in rows:
+        assert {"id", "hours", "ratio", "staleness_mean", "efficiency"} <= row.keys()
+        assert row["seeds"] == 8
+
+
+def test_a_recipe_is_simulated_with_its_timeline(tmp_path: Path) -> None:
+    recipe, timeline = tmp_path / "r.toml", tmp_path / "t.json"
+    recipe.write_text(RECIPE)
+    done = gyre("simulate", recipe, "--json", "--seeds", "2", "--timeline", timeline)
+    facts = json.loads(done.stdout)
+    assert facts["cells"] == 8
+    assert facts["updates"] == 4
+    assert facts["hours"] >= facts["floor_hours"]
+    moments = json.loads(timeline.read_text())
+    assert moments == facts["timeline"]
+    assert moments[0]["hour"] == 0
+    assert moments[-1]["version"] == 4
+    assert all(m["serving"] + m["training"] + m["switching"] == 8 for m in moments)
+
+
+def test_tune_reads_a_recipe_and_advises(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(RECIPE)
+    done = gyre("tune", "--max-staleness", "0.5", "--recipe", recipe, "--seeds", "1", "--updates", "4", "--json")
+    advice = json.loads(done.stdout)
+    assert advice["present"]["phi"] == 0.5
+    assert advice["best"]["staleness_mean"] <= 0.5
+    assert advice["says"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("mu = 2", "mu = 0"), "dispatch.mu is 0; allowed are values from 1 to 64"),
+        (("phi = 0.5", "phi = -1"), "dispatch.phi is -1.0; allowed are values from 0 to 64"),
+        (("close_at = 3", "close_at = 9"), "dispatch.close_at is 9; allowed are values from 2 to 4"),
+        (("nodes = 8", "nodes = 0"), "workload.nodes is 0; allowed are values from 1 to"),
+        (("nodes = 8", "gpus = 8"), "unknown field workload.gpus; allowed: nodes"),
+        (("mean_h = 1.0", "mean_h = 'x'"), "workload.mean_h is 'x'; allowed is a number"),
+        (("updates = 4", "updates = 4\n[run.elastic]\npolicy = 'coarse'"), "elastic.standalone_cells is 0; allowed"),
+        (
+            ("updates = 4", "updates = 4\n[run.elastic]\nmin_train_cells = 3\nmax_train_cells = 2"),
+            "elastic.max_train_cells is 2; allowed are values from 3",
+        ),
+        (("phi", "psi"), "unknown field run.dispatch.psi; allowed: phi, mu"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_one_sentence(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(RECIPE.replace(*change))
+    done = gyre("simulate", recipe)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("simulate", "table9"), "table9 does not exist; allowed: table1, frontier, scale, page, or a recipe"),
+        (("simulate", "table1", "--switch-hours", "-1"), "--switch-hours: workload.switch_h is -1.0; allowed"),
+        (("tune", "--max-staleness", "1", "--from", "x", "--recipe", "y"), "--from and --recipe name two workloads"),
+        (("bench", "table1", "--rows", "A0,Z9"), "--rows names 'Z9'; allowed: A0, A1, A2, A3, C0, C1, E0, ours"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_sentence(arguments: tuple[str, ...], says: str) -> None:
+    done = gyre(*arguments)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
