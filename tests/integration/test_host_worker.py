@@ -14,6 +14,7 @@ from opengyre.host.worker import Worker
 from opengyre.learn.codec import unflatten
 from opengyre.learn.gradient import accumulate, zero_gradients
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
+from opengyre.proto.ids import group_of
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, WorkItem
 from opengyre.proto.weights import Manifest
@@ -36,7 +37,7 @@ def member(number: int, score: float, advantage: float) -> Member:
     tokens = tuple((7 * number + 3 * n) % 64 for n in range(20))
     span = Span(start=8, end=20, logprobs=(-4.0,) * 12, versions=(0,) * 12, temperature=1.0)
     return Member(
-        execution=f"r-g000000-e{number:02d}",
+        execution=f"r-g{number // 10:06d}-e{number % 10:02d}",
         score=score,
         advantage=advantage,
         sequences=(Sequence(tokens=tokens, spans=(span,)),),
@@ -48,7 +49,13 @@ def member(number: int, score: float, advantage: float) -> Member:
 def group(number: int, flat: bool = False) -> GroupReady:
     advantages = (0.0, 0.0) if flat else (1.0, -1.0)
     members = tuple(member(10 * number + n, 0.5, a) for n, a in enumerate(advantages))
-    return GroupReady(run="r", group=f"r-g{number:06d}", task="t", version=0, members=members)
+    names = tuple(one.execution for one in members)
+    return GroupReady(run="r", group=f"r-g{number:06d}", task="t", version=0, members=members, executions=names)
+
+
+def held(taken: HandOver) -> list[str]:
+    """The groups of a hand-over."""
+    return list(dict.fromkeys(map(group_of, taken.executions)))
 
 
 class Trainer:
@@ -62,12 +69,15 @@ class Trainer:
         self.leased: list[str] = []
         self.replies: list[PullReply] = []
 
-    def item(self, group: GroupReady, attempt: str | None = None) -> WorkItem:
+    def item(
+        self, group: GroupReady, attempt: str | None = None, executions: tuple[str, ...] | None = None
+    ) -> WorkItem:
         return WorkItem(
             update=1,
             attempt=attempt or self.attempt,
             base=self.base,
             group=group,
+            executions=group.executions if executions is None else executions,
             weight=1 / 8,
             optimization=Optimization(),
         )
@@ -86,7 +96,7 @@ class Trainer:
         return PullReply(wait="groups: 0 of 4")
 
     async def hand_over(self, request: HandOver) -> HandOverReply:
-        if request.groups:
+        if request.executions:
             self.taken.append(request)
         return HandOverReply(accepted=True)
 
@@ -138,7 +148,7 @@ async def test_contributions_add_up_to_the_gradient_of_the_whole(bus: Bus, conte
         trainer.work.append(groups[2])
         await eventually(lambda: len(trainer.taken) == 2)
     first, second = trainer.taken
-    assert first.groups + second.groups == tuple(g.group for g in groups)
+    assert held(first) + held(second) == [g.group for g in groups]
     assert first.contribution != second.contribution
     assert (first.stats.executions, first.stats.tokens, first.stats.score_sum) == (4, 48, 2.0)
     model = load_pretrained(Path(base.directory))
@@ -166,7 +176,7 @@ async def test_a_cell_that_leaves_finishes_its_group_and_hands_over(bus: Bus, co
         leave.set()
         await asyncio.wait_for(task, 10)
         await worker.leave()
-    assert [(t.groups, t.leaving) for t in trainer.taken] == [(("r-g000001",), True)]
+    assert [(held(t), t.leaving) for t in trainer.taken] == [(["r-g000001"], True)]
 
 
 async def test_what_belongs_to_a_former_attempt_is_dropped(bus: Bus, context: Context, base: Manifest) -> None:
@@ -177,7 +187,7 @@ async def test_what_belongs_to_a_former_attempt_is_dropped(bus: Bus, context: Co
         trainer.attempt, trainer.flushing = "t1", True
         trainer.work.append(group(0))
         await eventually(lambda: bool(trainer.taken))
-    assert [(t.attempt, t.groups, t.stats.executions) for t in trainer.taken] == [("t1", ("r-g000000",), 2)]
+    assert [(t.attempt, held(t), t.stats.executions) for t in trainer.taken] == [("t1", ["r-g000000"], 2)]
 
 
 async def test_a_group_that_is_given_twice_is_added_once(bus: Bus, context: Context, base: Manifest) -> None:
@@ -185,7 +195,7 @@ async def test_a_group_that_is_given_twice_is_added_once(bus: Bus, context: Cont
     trainer.replies = [PullReply(item=trainer.item(group(0))), PullReply(item=trainer.item(group(0)))]
     async with trainer.serve(bus), training(context):
         await eventually(lambda: bool(trainer.taken))
-    assert [(t.groups, t.stats.executions) for t in trainer.taken] == [(("r-g000000",), 2)]
+    assert [(held(t), t.stats.executions) for t in trainer.taken] == [(["r-g000000"], 2)]
 
 
 async def test_a_group_without_variance_costs_nothing_and_counts(bus: Bus, context: Context, base: Manifest) -> None:
@@ -206,6 +216,24 @@ async def test_members_that_travel_as_a_blob(bus: Bus, context: Context, base: M
     assert trainer.taken[0].stats.tokens == 24
 
 
+@pytest.mark.parametrize("as_blob", [False, True])
+async def test_some_executions_of_a_group_at_a_time(bus: Bus, context: Context, base: Manifest, as_blob: bool) -> None:
+    whole = group(0)
+    first, second = whole.executions
+    if as_blob:
+        ref = await context.blobs.put(msgspec.json.encode(whole.members))
+        whole = msgspec.structs.replace(whole, members=(), blob=ref)
+    trainer = Trainer(base, [])
+    items = [trainer.item(whole, executions=(name,)) for name in (first, second, second)]
+    trainer.replies = [PullReply(item=item) for item in items]
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: bool(trainer.taken))
+    (taken,) = trainer.taken
+    assert taken.executions == (first, second), "the one that was given twice is in it once"
+    assert (taken.stats.executions, taken.stats.tokens) == (2, 24)
+    assert taken.stats.busy_s > 0
+
+
 async def test_a_group_that_cannot_be_trained_is_left_out_and_named(bus: Bus, context: Context, base: Manifest) -> None:
     bad = group(0)
     bad = msgspec.structs.replace(
@@ -223,7 +251,7 @@ async def test_a_group_that_cannot_be_trained_is_left_out_and_named(bus: Bus, co
         await eventually(lambda: any("vocabulary" in wait.what for wait in context.waits.report()))
         trainer.flushing = True
         await eventually(lambda: bool(trainer.taken))
-    assert [t.groups for t in trainer.taken] == [("r-g000001",)]
+    assert [held(t) for t in trainer.taken] == [["r-g000001"]]
 
 
 async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Context) -> None:
@@ -249,4 +277,4 @@ async def test_training_goes_on_after_the_broker_was_away(
         await eventually(lambda: len(trainer.leased) == 2)
         trainer.flushing = True
         await eventually(lambda: bool(trainer.taken))
-    assert [t.groups for t in trainer.taken] == [("r-g000000", "r-g000001")]
+    assert [held(t) for t in trainer.taken] == [["r-g000000", "r-g000001"]]

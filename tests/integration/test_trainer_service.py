@@ -187,7 +187,7 @@ async def test_a_group_that_cannot_be_trained_leaves_and_stops_nothing(
     whole = msgspec.json.encode(ready(3).members)
     await offer(
         bus,
-        ready(0, members=()),
+        ready(0, members=(), executions=()),
         ready(1, members=(), blob=f"sha256:{'0' * 64}"),
         ready(2),
         ready(3, members=(), blob=await blobs.put(whole)),

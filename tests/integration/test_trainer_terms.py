@@ -15,7 +15,7 @@ from opengyre.shared.bus import Bucket, Bus, LeaseOwner
 from opengyre.shared.settings import CacheSettings
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.model import TinyModel
-from opengyre.trainer.intake import Batch
+from opengyre.trainer.stock import Stock
 from support import eventually
 from support.trainer_fakes import CONFIG, RUN, B, Cell, events, offer, ready, start_run, trainer
 
@@ -74,13 +74,13 @@ async def test_a_life_that_ends_after_its_commit_leaves_no_blobs(
     groups = [ready(number) for number in range(B)]
     large = await blobs.put(msgspec.json.encode(groups[0].members))
     await offer(bus, msgspec.structs.replace(groups[0], members=(), blob=large), *groups[1:])
-    acknowledge = Batch.acknowledge
+    acknowledge = Stock.acknowledge
 
-    async def die(self: Batch) -> None:
+    async def die(self: Stock) -> None:
         await acknowledge(self)
         raise CrashError
 
-    monkeypatch.setattr(Batch, "acknowledge", die)
+    monkeypatch.setattr(Stock, "acknowledge", die)
     cell = Cell(bus, blobs, "h0")
     training = asyncio.create_task(cell.train())
     with contextlib.suppress(ExceptionGroup):

@@ -47,7 +47,9 @@ def ready(number: int, version: int = 0, run: str = RUN, **changes) -> GroupRead
         )
         for member in range(G)
     )  # fmt: skip
-    return GroupReady(run=run, group=group, task=f"t{number % 3}", version=version, **{"members": members, **changes})
+    names = tuple(member.execution for member in members)
+    fields = {"members": members, "executions": names, "group_size": G, **changes}
+    return GroupReady(run=run, group=group, task=f"t{number % 3}", version=version, **fields)
 
 
 @dataclass
@@ -65,13 +67,17 @@ class Cell:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     seen: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def holding(self) -> tuple[str, ...]:
+        return tuple(name for item in self.held for name in item.executions)
+
     async def pull(self, **changes) -> PullReply:
         request = PullRequest(
             host=self.host,
             boot=self.boot,
             update=self.held[0].update if self.held else None,
             attempt=self.held[0].attempt if self.held else None,
-            holding=tuple(item.group.group for item in self.held),
+            holding=self.holding,
         )
         request = msgspec.structs.replace(request, **changes)
         return await call(self.bus, "trainer", "any", "pull", request, PullReply, timeout_s=1, patience_s=20)
@@ -80,10 +86,10 @@ class Cell:
         tensors = {name: torch.full(p.shape, self.total) for name, p in TinyModel(CONFIG).named_parameters()}
         # A figure that is not finite has no place in JSON.
         loss = self.total if math.isfinite(self.total) else 0.0
-        stats = UpdateStats(tokens=4 * len(self.held), loss=loss)
+        stats = UpdateStats(tokens=2 * len(self.holding), loss=loss)
         request = HandOver(
             host=self.host, boot=self.boot, update=self.held[0].update, attempt=self.held[0].attempt,
-            contribution=f"{self.boot}-{self.handed}", groups=tuple(item.group.group for item in self.held),
+            contribution=f"{self.boot}-{self.handed}", executions=self.holding,
             gradient=await self.blobs.put(flatten(tensors)), stats=stats, leaving=leaving,
         )  # fmt: skip
         self.handed += 1
@@ -96,7 +102,8 @@ class Cell:
         return replies[0]
 
     def add(self, item: WorkItem) -> None:
-        assert item.group.group not in {held.group.group for held in self.held}
+        assert not set(item.executions) & set(self.holding)
+        assert tuple(member.execution for member in item.group.members) == item.executions or item.group.blob
         self.held.append(item)
         self.total += self.gradient(item)
         self.seen[item.group.group] += 1

@@ -25,45 +25,55 @@ def member(name: str, score: float = 1.0, advantage: float = 1.0, **changes) -> 
     return Member(execution=name, score=score, advantage=advantage, **fields)
 
 
-def held(group: str, version: int, *members: Member) -> Held:
-    return Held(GroupReady(run="r", group=group, task="t", version=version, members=members), members)
+def held(group: str, version: int, *members: Member, unscored: tuple[str, ...] = (), **fields) -> Held:
+    names = (*(member.execution for member in members), *unscored)
+    ready = GroupReady(run="r", group=group, task="t", version=version, members=members, executions=names, **fields)
+    return Held(ready, members)
 
 
 GROUPS = {
-    "g2": held("g2", 1, member("g2-e0", 0.0), member("g2-e1", 1.0)),
-    "g1": held("g1", 2, member("g1-e0", 0.5, 0.0)),
+    "m2": held("g2", 1, member("g2-e0", 0.0), member("g2-e1", 1.0), group_size=3),
+    "m1": held("g1", 2, member("g1-e0", 0.5, 0.0), unscored=("g1-e1",)),
 }
+UNITS = {"g2-e0": "m2", "g2-e1": "m2", "g1-e0": "m1", "g1-e1": "m1"}
 
 
 def update(number: int, **stats) -> Update:
     cell = Cell("h", "b")
     given = UpdateStats(executions=99, score_sum=99, tokens=6, loss=2.0, **stats)
+    two, one = ("g2-e0", "g2-e1"), ("g1-e0",)
     return Update(
-        number=number, attempt="t", size=2, groups=("g2", "g1"), contributed={"g1": "c", "g2": "d"},
-        contributions={"c": Contribution(cell, ("g1",), "sha", given), "d": Contribution(cell, ("g2",), "sha", given)},
+        number=number, attempt="t", size=4, grain=2, units=tuple(UNITS), source=UNITS, idle=frozenset({"g1-e1"}),
+        contributed=dict.fromkeys(one, "c") | dict.fromkeys(two, "d"),
+        contributions={"c": Contribution(cell, one, "sha", given), "d": Contribution(cell, two, "sha", given)},
     )  # fmt: skip
 
 
 def record(number: int = 3, stepped: Stepped | None = None, broken: tuple[str, ...] = (), **stats) -> Record:
-    before = Record(run="r", version=number - 1, published=0, frontier=("g0",))
+    before = Record(run="r", version=number - 1, published=0, frontier=("g0",), partial=("g3-e0",))
     return next_record(
-        before, SPEC, update(number, **stats), GROUPS, stepped or Stepped(1.5), broken, dropped=["gx"], opened_s=1.0
-    )
+        before, SPEC, update(number, **stats), GROUPS, stepped or Stepped(1.5), broken,
+        dropped={"g3-e1": 2, "gx-e0": 3}, blobs=["sha-members"], opened_s=1.0,
+    )  # fmt: skip
 
 
 def test_the_record_of_a_commit() -> None:
     made = record()
     assert (made.version, made.published, made.finished) == (3, 3, False)
-    assert made.frontier == ("g0", "g1", "g2", "gx")
+    assert made.frontier == ("g0", "g1", "g3")
+    assert made.partial == ("g2-e0", "g2-e1", "gx-e0")
+    assert made.blobs == ("sha", "sha-members")
     event = made.committed
     assert event is not None
     assert event.groups == ("g2", "g1")
     assert event.executions == ("g2-e0", "g2-e1", "g1-e0")
+    assert event.unscored == ("g1-e1",)
     assert event.staleness == (1, 0)
     assert event.score == 0.5
     assert (event.stats.executions, event.stats.score_sum, event.stats.zero_variance_groups) == (3, 1.5, 1)
     assert (event.stats.tokens, event.stats.path_tokens) == (12, 9)
     assert [(c.group, c.outcome, c.version) for c in made.consumed] == [("g2", "trained", 2), ("g1", "trained", 2)]
+    assert [c.executions for c in made.consumed] == [("g2-e0", "g2-e1"), ("g1-e0", "g1-e1")]
 
 
 def test_weights_are_those_of_the_executions_that_were_there() -> None:
@@ -83,9 +93,31 @@ def test_bursts_end_with_a_publication_and_so_does_the_run(number: int, publishe
 
 def test_inside_a_burst_nothing_is_published() -> None:
     before = Record(run="r", version=1, published=0)
-    groups = {name: held(name, 0, member(f"{name}-e0")) for name in GROUPS}
-    made = next_record(before, SPEC, update(2), groups, Stepped(1.0), (), dropped=(), opened_s=1.0)
-    assert (made.version, made.published) == (2, 0)
+    made = next_record(before, SPEC, update(3), GROUPS, Stepped(1.0), (), dropped={}, opened_s=1.0)
+    assert (made.version, made.published) == (3, 0)
+
+
+def test_a_change_of_mu_skips_no_publication() -> None:
+    """After a publication at 2, mu 3 becomes 2, and version 4 ends the burst although 4 is no multiple of 3."""
+    before = Record(run="r", version=3, published=2)
+    for mu, wanted in ((1, 4), (2, 4), (3, 2)):
+        spec = msgspec.structs.replace(SPEC, updates=None, dispatch=Dispatch(mu=mu, batch_groups=2, group_size=2))
+        assert (
+            next_record(before, spec, update(4), GROUPS, Stepped(1.0), (), dropped={}, opened_s=1).published == wanted
+        )
+
+
+def test_an_update_in_which_nothing_has_a_score_takes_its_places_and_steps_nothing() -> None:
+    groups = {"m": held("g1", 0, unscored=("g1-e0", "g1-e1"))}
+    units: dict[str, str] = dict.fromkeys(["g1-e0", "g1-e1"], "m")
+    empty = Update(number=1, attempt="t", size=2, grain=2, units=tuple(units), source=units, idle=frozenset(units))
+    made = next_record(
+        Record(run="r", version=0, published=0), SPEC, empty, groups, Stepped(0.0, "no execution of it has a score"),
+        (), dropped={}, opened_s=1.0,
+    )  # fmt: skip
+    assert made.committed is not None
+    assert (made.committed.executions, made.committed.score, made.frontier) == ((), 0, ("g1",))
+    assert [(c.outcome, c.executions) for c in made.consumed] == [("trained", ("g1-e0", "g1-e1"))]
 
 
 def test_a_gradient_that_is_not_finite_drops_its_groups_and_names_them() -> None:
@@ -99,29 +131,34 @@ def test_a_gradient_that_is_not_finite_drops_its_groups_and_names_them() -> None
 
 
 def test_staleness_is_measured_and_never_negative() -> None:
-    assert staleness(GROUPS["g2"].ready, 5) == 4
+    assert staleness(GROUPS["m2"].ready, 5) == 4
     with pytest.raises(NegativeStalenessError, match=r"g1 was admitted at version 2, .* end at 1"):
-        staleness(GROUPS["g1"].ready, 1)
+        staleness(GROUPS["m1"].ready, 1)
 
 
 @pytest.mark.parametrize(
     ("members", "fault"),
     [
         ([], "no members"),
-        ([member("a"), member("a")], "twice"),
-        ([member("a", trained_tokens=3)], "trained_tokens is 3; its spans have 2"),
-        ([member("a", sequences=(Sequence(tokens=(1, 2, 16), spans=(SPAN,)),))], "vocabulary of 16"),
-        ([member("a", sequences=(Sequence(tokens=(1, -2, 3), spans=(SPAN,)),))], "vocabulary of 16"),
-        ([member("a", sequences=(Sequence(tokens=(1,) * 9, spans=(SPAN,)),))], "9 tokens; the model takes 8"),
-        ([member("a", sequences=(Sequence(tokens=(1, 2), spans=(SPAN,)),))], r"a: a span is \[1, 3\)"),
+        ([member("g-a"), member("g-a")], "twice"),
+        ([member("g-a", trained_tokens=3)], "trained_tokens is 3; its spans have 2"),
+        ([member("g-a", sequences=(Sequence(tokens=(1, 2, 16), spans=(SPAN,)),))], "vocabulary of 16"),
+        ([member("g-a", sequences=(Sequence(tokens=(1, -2, 3), spans=(SPAN,)),))], "vocabulary of 16"),
+        ([member("g-a", sequences=(Sequence(tokens=(1,) * 9, spans=(SPAN,)),))], "9 tokens; the model takes 8"),
+        ([member("g-a", sequences=(Sequence(tokens=(1, 2), spans=(SPAN,)),))], r"a: a span is \[1, 3\)"),
     ],
 )
 def test_a_group_that_cannot_be_trained(members: list[Member], fault: str) -> None:
-    found = fault_of(members, vocabulary=16, context=8)
+    found = fault_of(
+        Held(GroupReady(run="r", group="g", task="t", version=0), tuple(members)), vocabulary=16, context=8
+    )
     assert found is not None
     with pytest.raises(AssertionError, match=fault):
         raise AssertionError(found)
 
 
 def test_a_group_that_can_be_trained() -> None:
-    assert fault_of([member("a"), member("b", sequences=(), trained_tokens=0)], vocabulary=16, context=8) is None
+    for_all = held("g", 0, member("g-a"), member("g-b", sequences=(), trained_tokens=0), unscored=("g-c",))
+    assert fault_of(for_all, vocabulary=16, context=8) is None
+    assert fault_of(held("g", 0, unscored=("g-c",), late=True), vocabulary=16, context=8) is None
+    assert fault_of(held("h", 0, member("g-a")), vocabulary=16, context=8) == "g-a is not one of its executions"

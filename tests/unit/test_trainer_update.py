@@ -1,4 +1,4 @@
-"""The machine of an update: whatever cells do, each group is in exactly one contribution when it commits."""
+"""The machine of an update: whatever cells do, each unit is in exactly one contribution when it commits."""
 
 import dataclasses
 import itertools
@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from opengyre.proto.ids import group_of
 from opengyre.proto.update import UpdateStats
 from opengyre.trainer.update import (
     TABLE,
     Accept,
+    Arrived,
     Cell,
     CellJoined,
     CellLeft,
@@ -20,7 +22,6 @@ from opengyre.trainer.update import (
     Discard,
     Flush,
     Give,
-    GroupArrived,
     HandedOver,
     Phase,
     Pulled,
@@ -36,12 +37,14 @@ from opengyre.trainer.update import (
 )
 
 A, B = Cell("a", "1"), Cell("b", "1")
+SIZE = 6
 
 
 def opened(size: int = 2, arrived: int | None = None) -> Update:
-    update = Update(number=3, attempt="t", size=size)
+    """Units that are messages of their own."""
+    update = Update(number=3, attempt="t", size=size, grain=8)
     for number in range(size if arrived is None else arrived):
-        update, _ = advance(update, GroupArrived(f"g{number}"))
+        update, _ = advance(update, Arrived(f"m{number}", (f"g{number}",)))
     return update
 
 
@@ -52,7 +55,7 @@ def pulled(cell: Cell = A, *holding: str, now: float = 0.0, **changes) -> Pulled
 
 def handed(cell: Cell, *groups: str, name: str = "c", **changes) -> HandedOver:
     fields = {"update": 3, "attempt": "t", "gradient": f"sha256:{name}", **changes}
-    return HandedOver(cell=cell, now=0.0, contribution=name, groups=groups, stats=UpdateStats(), **fields)
+    return HandedOver(cell=cell, now=0.0, contribution=name, units=groups, stats=UpdateStats(), **fields)
 
 
 def run(update: Update, *events) -> tuple[Update, list]:
@@ -65,7 +68,7 @@ def run(update: Update, *events) -> tuple[Update, list]:
 
 def test_from_groups_to_the_commit() -> None:
     update, said = run(opened(), pulled(), pulled(A, "g0"), pulled(A, "g0", "g1"), handed(A, "g0", "g1"))
-    assert said == [CellJoined(A), Give("g0"), Give("g1"), Flush(), Taken("c"), Accept(), Commit()]
+    assert said == [CellJoined(A), Give(("g0",)), Give(("g1",)), Flush(), Taken("c"), Accept(), Commit()]
     assert update.phase is Phase.COMMITTING
     assert run(update, pulled())[1] == [Wait("the commit of update 3")]
     assert advance(update, Stored())[0].phase is Phase.COMMITTED
@@ -73,20 +76,20 @@ def test_from_groups_to_the_commit() -> None:
 
 def test_a_cell_waits_for_groups_and_keeps_what_it_holds() -> None:
     update, said = run(opened(2, 1), pulled(), pulled(A, "g0"))
-    assert said[-1] == Wait("groups: 1 of 2 of update 3")
-    _, said = run(update, GroupArrived("g1"), pulled(A, "g0"))
-    assert said == [Give("g1")]
+    assert said[-1] == Wait("executions: 1 of 2 of update 3")
+    _, said = run(update, Arrived("m1", ("g1",)), pulled(A, "g0"))
+    assert said == [Give(("g1",))]
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
     update, said = run(opened(), pulled(), pulled())
-    assert said == [CellJoined(A), Give("g0"), Give("g0")]
+    assert said == [CellJoined(A), Give(("g0",)), Give(("g0",))]
     assert update.waiting == ("g1",)
 
 
 def test_two_cells_share_and_one_waits_for_the_other() -> None:
     _, said = run(opened(), pulled(A), pulled(B), pulled(A, "g0"), handed(A, "g0"), pulled(A))
-    assert said[-4:] == [Flush(), Taken("c"), Accept(), Wait("other cells: 1 of 2 groups are handed over")]
+    assert said[-4:] == [Flush(), Taken("c"), Accept(), Wait("other cells: 1 of 2 executions are handed over")]
 
 
 def test_a_contribution_that_is_repeated_is_accepted_once() -> None:
@@ -99,11 +102,11 @@ def test_a_contribution_that_is_repeated_is_accepted_once() -> None:
 
 
 def test_a_silent_cell_is_given_up_and_its_late_contribution_refused() -> None:
-    update, _ = run(opened(), pulled(A), pulled(A, "g0", now=1), Worked(A, "g0", 5))
+    update, _ = run(opened(), pulled(A), pulled(A, "g0", now=1), Worked(A, group_of("g0"), 5))
     update, said = run(update, Ticked(14, 10))
     assert said == []
     update, said = run(update, Ticked(16, 10), pulled(B, now=16))
-    assert said == [CellLeft(A, "silent for 10 s"), CellJoined(B), Give("g0")]
+    assert said == [CellLeft(A, "silent for 10 s"), CellJoined(B), Give(("g0",))]
     update, said = run(update, handed(A, "g0", "g1"))
     assert said == [Refuse("g0 is not leased to it once")]
     assert run(update, pulled(A, "g0", "g1", now=17))[1] == [Discard("g0 is not leased to it")]
@@ -112,7 +115,7 @@ def test_a_silent_cell_is_given_up_and_its_late_contribution_refused() -> None:
 def test_a_cell_that_was_started_again_lost_what_it_held() -> None:
     update, _ = run(opened(), pulled(A))
     update, said = run(update, pulled(Cell("a", "2")))
-    assert said == [CellLeft(A, "its process was started again"), CellJoined(Cell("a", "2")), Give("g0")]
+    assert said == [CellLeft(A, "its process was started again"), CellJoined(Cell("a", "2")), Give(("g0",))]
 
 
 def test_what_belongs_to_another_update_or_attempt_is_refused() -> None:
@@ -151,17 +154,42 @@ def test_a_gradient_that_cannot_be_read_is_computed_again() -> None:
 
 def test_a_group_that_comes_twice_is_one_and_one_too_many_is_an_error() -> None:
     update = opened()
-    assert advance(update, GroupArrived("g0"))[0] == update
+    assert advance(update, Arrived("m0", ("g0",)))[0] == update
     with pytest.raises(ValueError, match="g9 belongs to a later one"):
-        advance(update, GroupArrived("g9"))
+        advance(update, Arrived("m9", ("g9",)))
+
+
+def test_a_cell_is_given_some_of_one_message_at_a_time() -> None:
+    update = Update(number=3, attempt="t", size=6, grain=2)
+    for source, units in (("m0", ("a0", "a1", "a2")), ("m1", ("b0", "b1", "b2"))):
+        update, _ = advance(update, Arrived(source, units))
+    update, said = run(update, pulled(), pulled(), pulled(A, "a0", "a1"), pulled(B))
+    gives = [effect for effect in said if isinstance(effect, Give)]
+    assert gives == [Give(("a0", "a1")), Give(("a0", "a1")), Give(("a2",)), Give(("b0", "b1"))]
+
+
+def test_executions_without_a_score_take_their_places_and_are_given_to_nobody() -> None:
+    update = Update(number=3, attempt="t", size=3, grain=8)
+    update, said = run(update, Arrived("m", ("a0", "a1"), frozenset({"a1"})), pulled(), handed(A, "a0"))
+    assert said == [CellJoined(A), Give(("a0",)), Taken("c"), Accept()]
+    update, said = run(update, Arrived("n", ("b0",), frozenset({"b0"})))
+    assert said == [Commit()], "the last place is taken by one without a score"
+    assert update.phase is Phase.COMMITTING
+
+
+def test_a_heartbeat_that_names_a_group_keeps_the_leases_of_its_executions() -> None:
+    update = Update(number=3, attempt="t", size=1, grain=8)
+    update, _ = run(update, Arrived("m", ("r-g0-e01",)), pulled(), Worked(A, "r-g0", 9), Worked(B, "r-g0", 99))
+    assert run(update, Ticked(15, 10))[1] == []
+    assert run(update, Ticked(20, 10))[1] == [CellLeft(A, "silent for 10 s")]
 
 
 def test_the_table_is_whole() -> None:
-    events = {GroupArrived, Pulled, HandedOver, Unusable, Worked, Ticked, Stored}
+    events = {Arrived, Pulled, HandedOver, Unusable, Worked, Ticked, Stored}
     assert set(TABLE) == set(Phase)
     assert events - set(TABLE[Phase.COLLECTING]) == {Stored}
-    assert events - set(TABLE[Phase.COMMITTING]) == {GroupArrived}
-    assert events - set(TABLE[Phase.COMMITTED]) == {GroupArrived, Stored}
+    assert events - set(TABLE[Phase.COMMITTING]) == {Arrived}
+    assert events - set(TABLE[Phase.COMMITTED]) == {Arrived, Stored}
     with pytest.raises(ValueError, match="Stored cannot happen"):
         advance(opened(), Stored())
 
@@ -173,7 +201,7 @@ class Cells(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.update = Update(number=3, attempt="t", size=4)
+        self.update = Update(number=3, attempt="t", size=SIZE, grain=2)
         self.now = 0.0
         self.held: dict[str, list[str]] = {}
         self.boots: dict[str, int] = {}
@@ -190,10 +218,12 @@ class Cells(RuleBasedStateMachine):
         self.commits += effects.count(Commit())
         return effects
 
-    @precondition(lambda self: self.update.phase is Phase.COLLECTING and len(self.update.groups) < 4)
-    @rule()
-    def arrive(self) -> None:
-        self.go(GroupArrived(f"g{len(self.update.groups)}"))
+    @precondition(lambda self: self.update.phase is Phase.COLLECTING and len(self.update.units) < SIZE)
+    @rule(many=st.integers(1, 3), idle=st.integers(0, 3))
+    def arrive(self, many: int, idle: int) -> None:
+        at = len(self.update.units)
+        units = tuple(f"g{number}" for number in range(at, min(SIZE, at + many)))
+        self.go(Arrived(f"m{at}", units, frozenset(units[:idle])))
 
     @rule(host=hosts, lost=st.booleans())
     def pull(self, host: str, lost: bool) -> None:
@@ -204,8 +234,11 @@ class Cells(RuleBasedStateMachine):
         if lost:
             return
         if isinstance(answers[0], Give):
-            assert answers[0].group not in holding
-            holding.append(answers[0].group)
+            given = answers[0].units
+            assert not set(given) & set(holding)
+            assert len({self.update.source[unit] for unit in given}) == 1
+            assert 1 <= len(given) <= 2
+            holding.extend(given)
         elif isinstance(answers[0], Discard):
             holding.clear()
         elif isinstance(answers[0], Flush):
@@ -230,7 +263,7 @@ class Cells(RuleBasedStateMachine):
         answers = [e for e in effects if isinstance(e, Accept | Refuse)]
         assert len(answers) == 1
         if isinstance(answers[0], Accept):
-            self.accepted.setdefault(event.contribution, event.groups)
+            self.accepted.setdefault(event.contribution, event.units)
         else:
             assert event.contribution not in self.accepted
 
@@ -250,31 +283,33 @@ class Cells(RuleBasedStateMachine):
         self.go(Stored())
 
     @invariant()
-    def each_group_is_in_one_place(self) -> None:
+    def each_unit_is_in_one_place(self) -> None:
         update = self.update
         assert not set(update.leased) & set(update.contributed)
-        inside = [group for taken in update.contributions.values() for group in taken.groups]
+        assert not update.idle & (set(update.leased) | set(update.contributed))
+        inside = [unit for taken in update.contributions.values() for unit in taken.units]
         assert sorted(inside) == sorted(update.contributed)
-        assert len(inside) == len(set(inside)), "no group is in two contributions"
+        assert len(inside) == len(set(inside)), "no unit is in two contributions"
         told = {name: groups for name, groups in self.accepted.items() if groups}
-        assert {name: taken.groups for name, taken in update.contributions.items()} == told
+        assert {name: taken.units for name, taken in update.contributions.items()} == told
 
     @invariant()
     def it_commits_once_and_when_whole(self) -> None:
-        whole = len(self.update.contributed) == self.update.size
+        whole = len(self.update.contributed) + len(self.update.idle) == SIZE
         assert self.commits == whole == (self.update.phase is not Phase.COLLECTING)
 
     def teardown(self) -> None:
         """Whatever happened, one diligent cell ends the update."""
         if self.update.phase is not Phase.COLLECTING:
             return
-        while len(self.update.groups) < 4:
-            self.arrive()
+        while len(self.update.units) < SIZE:
+            self.arrive(2, 0)
         self.tick(11.0)
         self.crash("a")
-        for _ in range(8):
+        for _ in range(2 * SIZE):
             self.pull("a", lost=False)
-        self.hand_over("a", leaving=False, lost=False)
+        if self.update.phase is Phase.COLLECTING:
+            self.hand_over("a", leaving=False, lost=False)
         assert self.update.phase is Phase.COMMITTING
 
 

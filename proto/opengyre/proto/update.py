@@ -174,7 +174,6 @@ class HandOver(Record, frozen=True, kw_only=True):
     update: int
     attempt: str
     contribution: str
-    groups: tuple[str, ...] = ()
     executions: tuple[str, ...] = ()
     """What it is the sum over."""
     gradient: str

@@ -29,6 +29,8 @@ class Accumulator:
     contribution: str
     gradients: dict[str, Any]
     groups: list[str] = field(default_factory=list)
+    """One name for each item that was added."""
+    executions: list[str] = field(default_factory=list)
     stats: UpdateStats = field(default_factory=UpdateStats)
 
     def belongs(self, item: WorkItem) -> bool:

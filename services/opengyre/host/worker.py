@@ -98,7 +98,7 @@ class Worker:
             boot=self._boot,
             update=held.update if held else None,
             attempt=held.attempt if held else None,
-            holding=tuple(held.groups) if held else (),
+            holding=tuple(held.executions) if held else (),
         )
         try:
             return await call(
@@ -112,8 +112,8 @@ class Worker:
     async def _take(self, item: WorkItem, leave: asyncio.Event) -> None:
         if self._held is not None:
             if not self._held.belongs(item):
-                self._drop(f"the trainer gave a group of update {item.update}, attempt {item.attempt}")
-            elif item.group.group in self._held.groups:
+                self._drop(f"the trainer gave work of update {item.update}, attempt {item.attempt}")
+            elif item.executions and set(item.executions) <= set(self._held.executions):
                 return  # The answer to a pull that was asked twice.
         self.group, self.update = item.group.group, item.update
         self._joined = (item.update, item.attempt)
@@ -122,7 +122,9 @@ class Worker:
             if self._held is None:
                 self._contributions += 1
             name = f"{self._boot}-{self._contributions}"
-            self._held = await self._learner.add(item, members, self._held, name)
+            held = await self._learner.add(item, members, self._held, name)
+            held.executions.extend(member.execution for member in members)
+            self._held = held
         except GROUP_FAULTS as error:
             log.error("%s cannot be trained: %s", item.group.group, error)  # noqa: TRY400 - a known fault
             with self._context.waits.on(f"{item.group.group} to be usable: {error}", FAULT_S):
@@ -131,10 +133,11 @@ class Worker:
             self.group = None
 
     async def _members(self, item: WorkItem) -> tuple[Member, ...]:
-        if item.group.blob is None:
-            return item.group.members
-        content = await self._context.blobs.get(item.group.blob)
-        return await asyncio.to_thread(members_of, content)
+        members = item.group.members
+        if item.group.blob is not None:
+            content = await self._context.blobs.get(item.group.blob)
+            members = await asyncio.to_thread(members_of, content)
+        return tuple(member for member in members if not item.executions or member.execution in item.executions)
 
     async def _hand_over(self, *, leaving: bool, patience_s: float) -> None:
         """Until the trainer took or refused it; what nobody answered for is kept."""
@@ -150,7 +153,7 @@ class Worker:
             update=held.update,
             attempt=held.attempt,
             contribution=held.contribution,
-            groups=tuple(held.groups),
+            executions=tuple(held.executions),
             gradient=gradient,
             stats=held.stats,
             leaving=leaving,
@@ -175,7 +178,6 @@ class Worker:
             update=update,
             attempt=attempt,
             contribution=f"{self._boot}-{self._contributions}-left",
-            groups=(),
             gradient="",
             stats=UpdateStats(),
             leaving=True,

@@ -40,7 +40,7 @@ async def _consumed(bus: Bus, consumed: GroupConsumed, *, again: bool) -> None:
     if again:
         # A task may have several groups, so the subject's last message is not enough.
         there = [stored.event() for stored in await read(bus, subjects.TASKS, subject)]
-        if any(isinstance(event, GroupConsumed) and event.group == consumed.group for event in there):
+        if any(isinstance(event, GroupConsumed) and event.event_id() == consumed.event_id() for event in there):
             return
     await bus.publish(subject, consumed)
 

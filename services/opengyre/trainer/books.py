@@ -1,15 +1,17 @@
-"""What an update amounts to: checks of a group, sums of statistics, the record of a commit. Pure."""
+"""What an update amounts to: checks of what came, sums of statistics, the record of a commit. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from opengyre.learn.gradient import InvalidSequenceError, check
 from opengyre.proto.group import GroupReady, Member
+from opengyre.proto.ids import group_of
 from opengyre.proto.run import RunSpec
 from opengyre.proto.task import GroupConsumed
 from opengyre.proto.update import Committed, UpdateStats
+from opengyre.trainer.frontier import Frontier
 from opengyre.trainer.learner import Stepped, finite
 from opengyre.trainer.store import Record
 from opengyre.trainer.update import Update
@@ -21,19 +23,67 @@ class NegativeStalenessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A group that is in the update. `ready` as it came, with its members as a blob or not."""
+    """A message of a group. `ready` as it came, with its members as a blob or not."""
 
     ready: GroupReady
     members: tuple[Member, ...]
 
+    @property
+    def key(self) -> str:
+        """Of the message; it was delivered twice if it comes again."""
+        return self.ready.event_id()
 
-def fault_of(members: Sequence[Member], *, vocabulary: int, context: int) -> str | None:
-    """Why a group cannot be trained, in a sentence; None if it can."""
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """What it accounts for."""
+        return self.ready.executions or tuple(member.execution for member in self.members)
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """Executions without a score: they take places and are no work."""
+        return frozenset(self.executions) - {member.execution for member in self.members}
+
+    @property
+    def group_size(self) -> int:
+        return self.ready.group_size or len(self.executions)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an update holds of one message."""
+
+    held: Held
+    executions: tuple[str, ...]
+    members: tuple[Member, ...]
+
+
+def parts_of(update: Update, held: Mapping[str, Held]) -> list[Part]:
+    """In order of arrival."""
+    by_message: dict[str, list[str]] = {}
+    for unit in update.units:
+        by_message.setdefault(update.source[unit], []).append(unit)
+    return [
+        Part(held[key], tuple(units), tuple(m for m in held[key].members if m.execution in units))
+        for key, units in by_message.items()
+    ]
+
+
+def groups_of(executions: Iterable[str]) -> tuple[str, ...]:
+    """Their groups, each once, in order."""
+    return tuple(dict.fromkeys(map(group_of, executions)))
+
+
+def fault_of(held: Held, *, vocabulary: int, context: int) -> str | None:
+    """Why a message cannot be trained, in a sentence; None if it can."""
+    members = held.members
     names = [member.execution for member in members]
-    if not names:
+    if not held.executions:
         return "it has no members"
-    if len(set(names)) != len(names):
+    if len(set(names)) != len(names) or len(set(held.executions)) != len(held.executions):
         return "an execution is in it twice"
+    strange = next((name for name in (*names, *held.executions) if group_of(name) != held.ready.group), None)
+    if strange is not None or not set(names) <= set(held.executions):
+        return f"{strange or 'a member'} is not one of its executions"
     for member in members:
         try:
             for sequence in member.sequences:
@@ -61,33 +111,33 @@ def staleness(ready: GroupReady, version: int) -> int:
     return version - ready.version
 
 
-def executions_of(groups: Mapping[str, Held]) -> tuple[str, ...]:
-    """Every execution of the groups, in order."""
-    return tuple(member.execution for held in groups.values() for member in held.members)
-
-
 def nominal_weight(spec: RunSpec) -> float:
     """Of each execution, before it is known how many have a score: 1 / (B * G)."""
     return 1.0 / (spec.dispatch.batch_groups * spec.dispatch.group_size)
 
 
 def scale(spec: RunSpec, executions: int) -> float:
-    """What turns nominal weights into 1 / (executions of the update)."""
-    return 1.0 / (nominal_weight(spec) * executions)
+    """What turns nominal weights into 1 / (executions of the update); 1 where nothing has a score."""
+    return 1.0 / (nominal_weight(spec) * executions) if executions else 1.0
 
 
-def total_stats(update: Update, groups: Mapping[str, Held], factor: float) -> UpdateStats:
+def total_stats(update: Update, parts: Sequence[Part], factor: float) -> UpdateStats:
     """Sums over the contributions; what we know of the groups ourselves is not taken from the cells."""
     sums = {
         name: sum(getattr(contribution.stats, name) for contribution in update.contributions.values())
         for name in UpdateStats.__struct_fields__
     }
-    members = [held.members for held in groups.values()]
+    by_group: dict[str, list[Member]] = {}
+    for part in parts:
+        by_group.setdefault(part.held.ready.group, []).extend(part.members)
+    members = [member for of_group in by_group.values() for member in of_group]
     sums |= {
-        "executions": sum(len(of_group) for of_group in members),
-        "path_tokens": sum(member.path_tokens for of_group in members for member in of_group),
-        "score_sum": sum(member.score for of_group in members for member in of_group),
-        "zero_variance_groups": sum(all(member.advantage == 0 for member in of_group) for of_group in members),
+        "executions": len(members),
+        "path_tokens": sum(member.path_tokens for member in members),
+        "score_sum": sum(member.score for member in members),
+        "zero_variance_groups": sum(
+            all(member.advantage == 0 for member in of_group) for of_group in by_group.values() if of_group
+        ),
         "loss": sums["loss"] * factor,
     }
     return msgspec.convert({name: finite(value) for name, value in sums.items()}, UpdateStats)
@@ -97,69 +147,83 @@ def skip_reason(stepped: Stepped, broken: Sequence[str], update: Update) -> str 
     """Why the optimizer did not step, naming the groups whose contributions were not finite."""
     if stepped.skipped is None:
         return None
-    groups = sorted(group for name in broken for group in update.contributions[name].groups)
+    groups = sorted({group_of(unit) for name in broken for unit in update.contributions[name].units})
     return f"{stepped.skipped}; in the contributions of {', '.join(groups)}" if groups else stepped.skipped
+
+
+def publishes(spec: RunSpec, before: Record) -> bool:
+    """Whether the next version ends a burst. Counted from the last publication, so that a change of mu skips none."""
+    version = before.version + 1
+    return version - before.published >= spec.dispatch.mu or ends(spec, version)
+
+
+def ends(spec: RunSpec, version: int) -> bool:
+    """Whether the run is finished with `version`."""
+    return spec.updates is not None and version >= spec.updates
 
 
 def next_record(
     before: Record,
     spec: RunSpec,
     update: Update,
-    groups: Mapping[str, Held],
+    held: Mapping[str, Held],
     stepped: Stepped,
     broken: Sequence[str],
     *,
-    dropped: Sequence[str],
+    dropped: Mapping[str, int],
+    blobs: Iterable[str] = (),
     opened_s: float,
 ) -> Record:
-    """The record of the commit of `update`. `dropped`: groups that left training since the record before."""
+    """The record of the commit of `update`. `held`: message -> what it brought; `dropped`: executions that left
+    training since the record before, each with the size of its group; `blobs`: what nobody needs after it."""
     version = update.number
-    finished = spec.updates is not None and version >= spec.updates
-    published = finished or version % spec.dispatch.mu == 0
-    ordered = {name: groups[name] for name in update.groups}
-    executions = executions_of(ordered)
+    published = publishes(spec, before)
+    parts = parts_of(update, held)
+    executions = tuple(member.execution for part in parts for member in part.members)
     skipped = skip_reason(stepped, broken, update)
-    stats = total_stats(update, ordered, scale(spec, len(executions)))
+    stats = total_stats(update, parts, scale(spec, len(executions)))
+    ready = {part.held.ready.group: part.held.ready for part in parts}
     committed = Committed(
         run=spec.run,
         update=update.number,
         attempt=update.attempt,
         version=version,
         published=published,
-        groups=update.groups,
+        groups=tuple(ready),
         executions=executions,
-        staleness=tuple(staleness(held.ready, version - 1) for held in ordered.values()),
-        score=stats.score_sum / len(executions),
+        staleness=tuple(staleness(of_group, version - 1) for of_group in ready.values()),
+        unscored=tuple(unit for unit in update.units if unit in update.idle),
+        score=stats.score_sum / max(1, len(executions)),
         gradient_norm=finite(stepped.gradient_norm),
         skipped=skipped,
         stats=stats,
         opened_s=opened_s,
     )
+    lost = skipped is not None and bool(executions)
     consumed = tuple(
         GroupConsumed(
             run=spec.run,
-            task=held.ready.task,
+            task=of_group.task,
             group=name,
-            outcome="trained" if skipped is None else "dropped",
-            reason=None if skipped is None else "non_finite_gradient",
+            outcome="dropped" if lost else "trained",
+            reason="non_finite_gradient" if lost else None,
             version=version - 1,
+            executions=tuple(unit for part in parts if part.held.ready.group == name for unit in part.executions),
         )
-        for name, held in ordered.items()
+        for name, of_group in ready.items()
     )
+    frontier = Frontier(before.frontier, before.partial)
+    frontier.add(dropped, {group_of(name): size for name, size in dropped.items()})
+    frontier.add(update.units, {part.held.ready.group: part.held.group_size for part in parts})
+    gradients = (contribution.gradient for contribution in update.contributions.values())
     return msgspec.structs.replace(
         before,
         version=version,
         published=version if published else before.published,
-        frontier=tuple(sorted({*before.frontier, *update.groups, *dropped})),
+        frontier=frontier.whole,
+        partial=frontier.partial,
         committed=committed,
         consumed=consumed,
-        finished=finished,
-        blobs=tuple(
-            sorted(
-                {
-                    *(contribution.gradient for contribution in update.contributions.values()),
-                    *(held.ready.blob for held in groups.values() if held.ready.blob is not None),
-                }
-            )
-        ),
+        finished=ends(spec, version),
+        blobs=tuple(sorted({*gradients, *blobs})),
     )

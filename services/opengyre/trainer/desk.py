@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
+import msgspec
+
 from opengyre.learn.codec import GradientFormatError
 from opengyre.proto.run import RunSpec
 from opengyre.proto.update import (
@@ -24,7 +26,7 @@ from opengyre.proto.update import (
 )
 from opengyre.shared.blobs import BlobMissingError, Blobs
 from opengyre.trainer import figures
-from opengyre.trainer.books import Held, nominal_weight
+from opengyre.trainer.books import Held, groups_of, nominal_weight
 from opengyre.trainer.state import State
 from opengyre.trainer.update import (
     Accept,
@@ -56,22 +58,23 @@ Tell = Callable[[str, UpdateEvent], None]
 class Desk:
     """The open update. `tell(name, event)` takes the events of the stream UPDATES, and does not wait.
 
-    `groups`: the update's groups, by id. `whole` is set when every group is in a contribution.
+    `held`: the messages that its units came by, by key. `whole` is set when all of it is in contributions.
     """
 
     def __init__(
-        self, spec: RunSpec, update: Update, state: State, groups: Mapping[str, Held], tell: Tell,
+        self, spec: RunSpec, update: Update, state: State, held: Mapping[str, Held], tell: Tell,
         blobs: Blobs, torch: Executor,
     ) -> None:  # fmt: skip
         self._spec = spec
         self.update = update
         self._state = state
-        self.groups = groups
+        self._held = held
         self._tell = tell
         self._blobs = blobs
         self._torch = torch
         self.whole = asyncio.Event()
-        tell("opened", Opened(run=spec.run, update=update.number, attempt=update.attempt, groups=update.size))
+        ids = {"run": spec.run, "update": update.number, "attempt": update.attempt}
+        tell("opened", Opened(**ids, groups=spec.dispatch.batch_groups, executions=update.size))
 
     def advance(self, event: Event) -> tuple[Update, tuple[Effect, ...]]:
         """Move the update on and tell what happened; the answer to a request is among the effects."""
@@ -92,8 +95,8 @@ class Desk:
                     self._tell(
                         "contributed",
                         Contributed(
-                            **ids, host=taken.cell.host, contribution=name, groups=taken.groups,
-                            gradient=taken.gradient, stats=taken.stats,
+                            **ids, host=taken.cell.host, contribution=name, groups=groups_of(taken.units),
+                            gradient=taken.gradient, stats=taken.stats, executions=taken.units,
                         ),
                     )  # fmt: skip
                 case Commit():
@@ -109,8 +112,8 @@ class Desk:
         _, effects = self.advance(Pulled(cell, now, request.update, request.attempt, request.holding))
         for effect in effects:
             match effect:
-                case Give(group):
-                    return PullReply(item=self._item(group))
+                case Give(units):
+                    return PullReply(item=self._item(units))
                 case Flush():
                     return PullReply(flush=True)
                 case Discard(reason):
@@ -122,12 +125,18 @@ class Desk:
                     pass
         raise AssertionError("a pull has an answer")
 
-    def _item(self, group: str) -> WorkItem:
+    def _item(self, units: tuple[str, ...]) -> WorkItem:
+        held = self._held[self.update.source[units[0]]]
+        ready = held.ready
+        if ready.blob is None and units != ready.executions:
+            members = tuple(member for member in held.members if member.execution in units)
+            ready = msgspec.structs.replace(ready, members=members)
         return WorkItem(
             update=self.update.number,
             attempt=self.update.attempt,
             base=self._state.manifest,
-            group=self.groups[group].ready,
+            group=ready,
+            executions=units,
             weight=nominal_weight(self._spec),
             optimization=self._spec.optimization,
         )
@@ -135,7 +144,7 @@ class Desk:
     async def hand_over(self, request: HandOver) -> HandOverReply:
         """Take a cell's gradient, once it is seen to be one."""
         cell = Cell(request.host, request.boot)
-        fault = await self._fault_of(request.gradient) if request.groups else None
+        fault = await self._fault_of(request.gradient) if request.executions else None
         if fault is not None:
             log.error("the gradient of %s cannot be used: %s", request.host, fault)
             if self.update.phase is Phase.COLLECTING:
@@ -147,7 +156,7 @@ class Desk:
             update=request.update,
             attempt=request.attempt,
             contribution=request.contribution,
-            groups=request.groups,
+            units=request.executions,
             gradient=request.gradient,
             stats=request.stats,
             leaving=request.leaving,

@@ -2,6 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from opengyre.proto.ids import group_of
 from opengyre.proto.update import Committed
 from opengyre.shared.metrics import WEIGHT_VERSION
 
@@ -14,11 +15,12 @@ ENTROPY = Gauge("gyre_update_entropy", "Mean entropy over the last update's toke
 CLIPPED = Gauge("gyre_update_clip_fraction", "Share of the last update's tokens that the bounds stopped", ["run"])
 GAP = Gauge("gyre_update_logprob_gap", "Mean |trainer log-prob - engine log-prob| at one version, nats", ["run"])
 STALENESS = Histogram("gyre_group_staleness", "d = v_t - v_d of consumed groups", ["run"], buckets=range(17))
+EXECUTION_STALENESS = Histogram("gyre_execution_staleness", "d of trained executions", ["run"], buckets=range(17))
 TOKENS = Counter("gyre_trained_tokens", "Tokens with a loss", ["run"])
 PATH_TOKENS = Counter("gyre_path_tokens", "Tokens of all calls of consumed executions, without sharing", ["run"])
 EXECUTIONS = Counter("gyre_consumed_executions", "Executions in committed updates", ["run"])
 SKIPPED = Counter("gyre_updates_skipped", "Updates whose gradient was not finite", ["run"])
-DROPPED = Counter("gyre_groups_dropped_by_trainer", "Groups that left training unconsumed, by reason", ["reason"])
+DROPPED = Counter("gyre_executions_dropped_by_trainer", "Executions that left training unconsumed", ["reason"])
 CELLS_LOST = Counter("gyre_training_cells_lost", "Cells that left an update without handing over")
 UPDATE_SECONDS = Histogram("gyre_update_seconds", "From opening to commit", buckets=(0.3, 1, 3, 10, 30, 100, 300, 1000))
 
@@ -44,6 +46,9 @@ def commit(event: Committed) -> dict[str, float]:
         WEIGHT_VERSION.labels(run).set(event.version)
     for d in event.staleness:
         STALENESS.labels(run).observe(d)
+    d_of = dict(zip(event.groups, event.staleness, strict=True))
+    for execution in event.executions:
+        EXECUTION_STALENESS.labels(run).observe(d_of[group_of(execution)])
     TOKENS.labels(run).inc(stats.tokens)
     PATH_TOKENS.labels(run).inc(stats.path_tokens)
     EXECUTIONS.labels(run).inc(len(event.executions))

@@ -1,16 +1,14 @@
-"""Groups on their way into updates: what comes from the work queue is held, settled or given up.
+"""Groups on their way to updates: what comes from the work queue is looked at, settled or given up.
 
-A message stays ours (`in_progress`) until the commit of its group is told; then it is acknowledged. A group that
-cannot be trained leaves training at once, with its reason on the TASKS stream, so that the books balance.
+What cannot be trained leaves training at once, with its reason on the TASKS stream, so that the books balance.
 
 Awaits: `take` is woken by a message or looks up within its bound.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
@@ -22,44 +20,15 @@ from opengyre.shared.blobs import BlobMissingError, Blobs
 from opengyre.shared.bus import Bucket, Bus, Delivery, Puller
 from opengyre.trainer import figures
 from opengyre.trainer.books import Held, fault_of
+from opengyre.trainer.frontier import Frontier
 from opengyre.trainer.store import Record
 
 log = logging.getLogger("gyre.trainer")
 
-KEEP_S: Final = 4.0
 LOOK_S: Final = 5.0
 
 
 LastCommit = Callable[[str], Awaitable[Record | None]]
-
-
-class Batch:
-    """The messages of one update. What is not acknowledged when the block ends is given back at once."""
-
-    def __init__(self) -> None:
-        self.groups: dict[str, Held] = {}
-        self._deliveries: list[Delivery] = []
-        self._kept = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        await self._kept.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._kept.aclose()
-        while self._deliveries:
-            await self._deliveries.pop().retry()
-
-    async def keep(self, delivery: Delivery, held: Held) -> None:
-        """Hold the message; a second delivery of a group is held with the first."""
-        await self._kept.enter_async_context(delivery.held(KEEP_S))
-        self._deliveries.append(delivery)
-        self.groups.setdefault(held.ready.group, held)
-
-    async def acknowledge(self) -> None:
-        while self._deliveries:
-            await self._deliveries[-1].ack()
-            self._deliveries.pop()
 
 
 class Intake:
@@ -103,16 +72,18 @@ class Intake:
             return f"its members are lost: {error}"
         except msgspec.DecodeError as error:
             return f"its members cannot be read: {error}"
-        fault = await asyncio.to_thread(fault_of, members, vocabulary=vocabulary, context=context)
-        return fault if fault is not None else Held(ready, members)
+        held = Held(ready, members)
+        fault = await asyncio.to_thread(fault_of, held, vocabulary=vocabulary, context=context)
+        return fault if fault is not None else held
 
-    async def drop(self, ready: GroupReady, reason: str, version: int) -> None:
-        """Tell that the group left training. `version`: the trainer's, `v_t`."""
+    async def drop(self, ready: GroupReady, executions: tuple[str, ...], reason: str, version: int) -> None:
+        """Tell that these executions left training. `version`: the trainer's, `v_t`."""
         consumed = GroupConsumed(
-            run=ready.run, task=ready.task, group=ready.group, outcome="dropped", reason=reason, version=version
-        )
+            run=ready.run, task=ready.task, group=ready.group, outcome="dropped", reason=reason, version=version,
+            executions=executions,
+        )  # fmt: skip
         await self._bus.publish(subjects.task(ready.run, ready.task, "consumed"), consumed)
-        figures.DROPPED.labels(reason).inc()
+        figures.DROPPED.labels(reason).inc(max(1, len(executions)))
 
     async def forget(self, ready: GroupReady) -> None:
         """Remove the members of a group that left the queue; the log of its executions makes them again."""
@@ -128,8 +99,11 @@ class Intake:
         elif found[0].state == "active" and not (record is not None and record.finished):
             await delivery.retry(1.0)
         else:
-            if record is None or ready.group not in record.frontier:
+            frontier = Frontier(record.frontier, record.partial) if record is not None else Frontier()
+            names = ready.executions or tuple(member.execution for member in ready.members)
+            left = tuple(execution for execution in names if execution not in frontier)
+            if left or not names:
                 reason = f"run_{'finished' if found[0].state == 'active' else found[0].state}"
-                await self.drop(ready, reason, max(record.version if record else 0, ready.version))
+                await self.drop(ready, left, reason, max(record.version if record else 0, ready.version))
             await delivery.ack()
             await self.forget(ready)

@@ -84,7 +84,9 @@ class Learner:
                 total.gradients[key] = tensor.clone()
 
     def step(self, total: Total, scale: float) -> Stepped:
-        """Step by the sum times `scale`, unless it is not finite: then nothing changes."""
+        """Step by the sum times `scale`, unless it is not finite, or there is none: then nothing changes."""
+        if not total.gradients:
+            return Stepped(0.0, "no execution of it has a score")
         scaled = {name: tensor * scale for name, tensor in total.gradients.items()}
         try:
             return Stepped(apply_update(self.model, self.optimizer, scaled, self._clip_norm).gradient_norm)

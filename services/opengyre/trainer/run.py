@@ -1,10 +1,10 @@
 """Training one run: from its last checkpoint, update after update.
 
-The order is what makes it exactly once: the checkpoint's rename is the commit; then its events are told; then the
-groups' messages are acknowledged; only then the next update opens. What a crash interrupts is told again from the
-checkpoint, and what is delivered again is known by the checkpoint's frontier.
+The order is what makes it exactly once: the checkpoint's rename is the commit; then its events are told; then messages
+of which nothing is left are acknowledged; only then the next update opens. What a crash interrupts is told again from
+the checkpoint, and what is delivered again is known by the checkpoint's frontier.
 
-Awaits: an update is woken by its last contribution (`Desk.whole`), by a group from the queue, or by `leave`, which is
+Awaits: an update is woken by its last contribution (`Desk.whole`), by a message from the queue, or by `leave`, which is
 looked at while an update collects and never during a commit; torch work by its own thread.
 """
 
@@ -27,13 +27,16 @@ from opengyre.shared.bus import Bucket, ConflictError, Delivery, View, read
 from opengyre.shared.lifecycle import Context
 from opengyre.trainer import figures
 from opengyre.trainer.announce import announce
-from opengyre.trainer.books import next_record, scale, staleness
+from opengyre.trainer.books import Held, next_record, scale, staleness
 from opengyre.trainer.desk import Desk
-from opengyre.trainer.intake import Batch, Intake
+from opengyre.trainer.filling import arrivals, burst_left, open_for, stale
+from opengyre.trainer.frontier import Frontier
+from opengyre.trainer.intake import Intake
 from opengyre.trainer.learner import Total
 from opengyre.trainer.state import State, open_state
+from opengyre.trainer.stock import Stock
 from opengyre.trainer.store import Record
-from opengyre.trainer.update import Cell, GroupArrived, Stored, Ticked, Update, Worked
+from opengyre.trainer.update import Arrived, Cell, Phase, Stored, Ticked, Update, Worked
 
 log = logging.getLogger("gyre.trainer")
 
@@ -45,11 +48,11 @@ T = TypeVar("T")
 
 
 class RunTrainer:
-    """Leads the updates of `spec`. `leave` is set when it is to end."""
+    """Leads the updates of `spec`, which may be replaced while it goes on. `leave` is set when it is to end."""
 
     def __init__(self, context: Context, spec: RunSpec, attempt: str, intake: Intake, hosts: View[HostStatus]) -> None:
         self._context = context
-        self._spec = spec
+        self.spec = spec
         self._attempt = attempt
         self._intake = intake
         self._hosts = hosts
@@ -58,7 +61,9 @@ class RunTrainer:
         self._outbox: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
         self._desk: Desk | None = None
         self._state: State
-        self._dropped: set[str] = set()
+        self._frontier = Frontier()
+        self._dropped: dict[str, int] = {}
+        """Executions that left training since the last commit, each with the size of its group."""
         self.leave = asyncio.Event()
 
     @property
@@ -72,7 +77,8 @@ class RunTrainer:
         group).
         """
         try:
-            self._state = await self._off_loop(open_state, self._context, self._spec)
+            self._state = await self._off_loop(open_state, self._context, self.spec)
+            self._frontier = Frontier(self.record.frontier, self.record.partial)
             await announce(self._context.bus, self.record, self._state.manifest, again=True)
             await self._forget(self.record.blobs)
             await self._forget_gradients()
@@ -80,8 +86,9 @@ class RunTrainer:
             self._show()
             async with asyncio.TaskGroup() as tasks:
                 posting = tasks.create_task(self._post())
-                while not (self.leave.is_set() or self.record.finished):
-                    await self._one_update()
+                async with Stock() as stock:
+                    while not (self.leave.is_set() or self.record.finished):
+                        await self._one_update(stock)
                 await self._outbox.join()
                 posting.cancel()
             if self.record.finished:
@@ -98,36 +105,38 @@ class RunTrainer:
     async def hand_over(self, request: HandOver) -> HandOverReply:
         """Take a cell's gradient, once it is seen to be one."""
         if self._desk is None:
-            return HandOverReply(accepted=not request.groups, reason="no update is open")
+            return HandOverReply(accepted=not request.executions, reason="no update is open")
         return await self._desk.hand_over(request)
 
-    async def _one_update(self) -> None:
+    async def _one_update(self, stock: Stock) -> None:
         number = self.record.version + 1
         loop = asyncio.get_running_loop()
         opened = loop.time()
-        async with Batch() as batch:
-            update = Update(number=number, attempt=self._attempt, size=self._spec.dispatch.batch_groups)
-            desk = self._desk = Desk(
-                self._spec, update, self._state, batch.groups, self._tell, self._context.blobs, self._torch
-            )
-            if not await self._collect(desk, batch):
-                self._desk = None
-                return
-            with self._context.waits.on(f"the commit of update {number}"):
-                await self._outbox.join()
-                await self._commit(desk, opened)
-                await announce(self._context.bus, self.record, self._state.manifest, again=False)
-                await batch.acknowledge()
+        dispatch = self.spec.dispatch
+        grain = self.spec.elastic.grain or dispatch.group_size
+        update = Update(number=number, attempt=self._attempt, size=dispatch.update_executions, grain=grain)
+        desk = self._desk = Desk(
+            self.spec, update, self._state, stock.held, self._tell, self._context.blobs, self._torch
+        )
+        if not await self._collect(desk, stock):
+            self._desk = None
+            return
+        with self._context.waits.on(f"the commit of update {number}"):
+            await self._outbox.join()
+            await self._commit(desk, stock, opened)
+            await announce(self._context.bus, self.record, self._state.manifest, again=False)
+            stock.settle(desk.update.units)
+            await stock.acknowledge()
         desk.advance(Stored())
         # A gradient of the next update may be the same bytes, so these are forgotten before it opens.
         await self._forget(self.record.blobs)
         self._show()
         await self._off_loop(self._state.prune)
 
-    async def _collect(self, desk: Desk, batch: Batch) -> bool:
-        """Take groups and contributions until all are there; False if we are to leave before."""
+    async def _collect(self, desk: Desk, stock: Stock) -> bool:
+        """Take executions and contributions until all are there; False if we are to leave before."""
         ends = [asyncio.create_task(desk.whole.wait()), asyncio.create_task(self.leave.wait())]
-        work = [asyncio.create_task(self._take_groups(desk, batch)), asyncio.create_task(self._watch_cells(desk))]
+        work = [asyncio.create_task(self._take(desk, stock)), asyncio.create_task(self._watch_cells(desk))]
         pending = {*ends, *work}
         try:
             while not (desk.whole.is_set() or self.leave.is_set()):
@@ -140,35 +149,82 @@ class RunTrainer:
             await asyncio.wait([*ends, *work], timeout=5)
         return desk.whole.is_set()
 
-    async def _take_groups(self, desk: Desk, batch: Batch) -> None:
-        size = desk.update.size
-        while (before := len(batch.groups)) < size:
-            with self._context.waits.on(f"groups: {before} of {size} of update {desk.update.number}"):
-                while len(batch.groups) == before:
+    async def _take(self, desk: Desk, stock: Stock) -> None:
+        """Fill the update from the stock, and the stock from the queue."""
+        await self._fill(desk, stock)
+        while desk.update.phase is Phase.COLLECTING and len(desk.update.units) < desk.update.size:
+            with self._context.waits.on(self._lacking(desk, stock)):
+                pending, entered = stock.pending.copy(), len(desk.update.units)
+                while stock.pending == pending and len(desk.update.units) == entered:
                     taken = await self._intake.take()
                     if taken is not None:
-                        await self._receive(desk, batch, *taken)
+                        await self._receive(stock, *taken)
+                    # The setting may have changed meanwhile.
+                    await self._fill(desk, stock)
 
-    async def _receive(self, desk: Desk, batch: Batch, delivery: Delivery, ready: GroupReady) -> None:
-        if ready.run != self._spec.run:
+    def _lacking(self, desk: Desk, stock: Stock) -> str:
+        update = desk.update
+        if open_for(self.spec, self.record, stock.pending, update):
+            return f"executions: {len(update.units)} of {update.size} of update {update.number}"
+        there, wanted = sum(map(len, stock.pending.values())), burst_left(self.spec, self.record)
+        return f"executions: {there} of {wanted} of the burst that begins with update {update.number}"
+
+    async def _fill(self, desk: Desk, stock: Stock) -> None:
+        await self._drop_stale(desk, stock)
+        if not open_for(self.spec, self.record, stock.pending, desk.update):
+            return
+        for key, executions in arrivals(stock.pending, desk.update):
+            desk.advance(Arrived(key, executions, stock.held[key].idle))
+        self._context.gauges["update_executions"] = len(desk.update.units)
+
+    async def _drop_stale(self, desk: Desk, stock: Stock) -> None:
+        """What did not enter an update in time to keep `d_max` leaves training."""
+        for key, executions in list(stock.pending.items()):
+            held = stock.held[key]
+            late = tuple(execution for execution in executions if execution not in desk.update.source)
+            if late and stale(self.spec, self.record, held.ready.version):
+                await self._drop(held, late, "stale")
+                ending = stock.ending(late)
+                stock.settle(late)
+                await stock.acknowledge()
+                for done in ending:
+                    await self._intake.forget(done.ready)
+
+    async def _drop(self, held: Held, executions: tuple[str, ...], reason: str) -> None:
+        await self._intake.drop(held.ready, executions, reason, self.record.version)
+        self._dropped.update(dict.fromkeys(executions, held.group_size))
+
+    async def _receive(self, stock: Stock, delivery: Delivery, ready: GroupReady) -> None:
+        if ready.run != self.spec.run:
             await self._intake.settle(delivery, ready)
             return
-        if ready.group in self.record.frontier or ready.group in self._dropped:
-            await delivery.ack()
-            await self._intake.forget(ready)
+        if ready.executions and not self._left(ready.executions):
+            await self._done_with(stock, delivery, ready)
             return
         staleness(ready, self.record.version)
         learner = self._state.learner
         held = await self._intake.check(ready, vocabulary=learner.vocabulary, context=learner.context)
         if isinstance(held, str):
             log.error("group %s cannot be trained: %s", ready.group, held)
-            await self._intake.drop(ready, "invalid_group", self.record.version)
-            self._dropped.add(ready.group)
+            broken = Held(ready, ready.members)
+            left = self._left(broken.executions)
+            if left or not broken.executions:
+                await self._drop(broken, left, "invalid_group")
             await delivery.reject(held)
-            return
-        await batch.keep(delivery, held)
-        desk.advance(GroupArrived(ready.group))
-        self._context.gauges["update_groups"] = len(batch.groups)
+        elif left := self._left(held.executions):
+            await stock.keep(delivery, held, left)
+        else:
+            await self._done_with(stock, delivery, ready)
+
+    def _left(self, executions: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that were neither consumed nor dropped."""
+        return tuple(name for name in executions if name not in self._frontier and name not in self._dropped)
+
+    async def _done_with(self, stock: Stock, delivery: Delivery, ready: GroupReady) -> None:
+        """A message that came again, and of which nothing is left to train."""
+        await delivery.ack()
+        if ready.event_id() not in stock.held:
+            await self._intake.forget(ready)
 
     async def _watch_cells(self, desk: Desk) -> None:
         """Give up silent cells; say when it is a cell that we wait for."""
@@ -199,25 +255,28 @@ class RunTrainer:
                 self._heard[name] = revision
                 desk.advance(Worked(Cell(status.host, status.boot), status.training_group, now))
 
-    async def _commit(self, desk: Desk, opened: float) -> None:
-        update, groups, learner = desk.update, desk.groups, self._state.learner
+    async def _commit(self, desk: Desk, stock: Stock, opened: float) -> None:
+        update, learner = desk.update, self._state.learner
         total = Total()
         for name in sorted(update.contributions):
             content = await self._context.blobs.get(update.contributions[name].gradient)
             await self._off_loop(learner.add, total, name, content)
-        executions = sum(len(held.members) for held in groups.values())
+        executions = len(update.units) - len(update.idle)
         elapsed = round(asyncio.get_running_loop().time() - opened, 3)
+        blobs = [held.ready.blob for held in stock.ending(update.units) if held.ready.blob is not None]
+        spec = self.spec
 
         def decide() -> None:
-            stepped = learner.step(total, scale(self._spec, executions))
+            stepped = learner.step(total, scale(spec, executions))
             record = next_record(
-                self.record, self._spec, update, groups, stepped, total.broken,
-                dropped=sorted(self._dropped), opened_s=elapsed,
+                self.record, spec, update, stock.held, stepped, total.broken,
+                dropped=self._dropped, blobs=blobs, opened_s=elapsed,
             )  # fmt: skip
             self._state.commit(record)
 
         await self._off_loop(decide)
         self._dropped.clear()
+        self._frontier = Frontier(self.record.frontier, self.record.partial)
         committed = self.record.committed
         assert committed is not None
         if committed.skipped is not None:
@@ -231,7 +290,7 @@ class RunTrainer:
 
     async def _forget_gradients(self) -> None:
         """Gradients of an attempt that was interrupted: nobody will add them up."""
-        bus, run = self._context.bus, self._spec.run
+        bus, run = self._context.bus, self.spec.run
         last = await bus.last(subjects.update(run, "committed"), subjects.UPDATES)
         start = last.sequence if last is not None else 1
         for stored in await read(bus, subjects.UPDATES, subjects.update(run, "contributed"), start):
@@ -241,13 +300,13 @@ class RunTrainer:
 
     async def _mark_finished(self) -> None:
         runs = Bucket(self._context.bus, subjects.KV_RUNS, RunSpec)
-        found = await runs.get(self._spec.run)
+        found = await runs.get(self.spec.run)
         if found is not None and found[0].state == "active":
             with contextlib.suppress(ConflictError):  # Looked at again as long as it is active.
-                await runs.update(self._spec.run, msgspec.structs.replace(found[0], state="finished"), found[1])
+                await runs.update(self.spec.run, msgspec.structs.replace(found[0], state="finished"), found[1])
 
     def _tell(self, name: str, event: Event) -> None:
-        self._outbox.put_nowait((subjects.update(self._spec.run, name), event))
+        self._outbox.put_nowait((subjects.update(self.spec.run, name), event))
 
     async def _post(self) -> None:
         while True:
@@ -257,8 +316,10 @@ class RunTrainer:
 
     def _show(self) -> None:
         record = self.record
-        self._context.gauges.update(trainer_version=record.version, published_version=record.published, update_groups=0)
-        figures.VERSION.labels(self._spec.run).set(record.version)
+        self._context.gauges.update(
+            trainer_version=record.version, published_version=record.published, update_executions=0
+        )
+        figures.VERSION.labels(self.spec.run).set(record.version)
 
     async def _off_loop(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, function, *arguments)

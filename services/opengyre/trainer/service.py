@@ -128,6 +128,8 @@ class Trainer:
                 chosen = active_run(runs.values, runs.revisions)
                 if chosen is None or chosen.run != spec.run or self._context.stopping.is_set():
                     trainer.leave.set()
+                else:
+                    trainer.spec = chosen
                 await asyncio.wait([training], timeout=WATCH_S)
             training.result()
         except* (CheckpointError, CommittedElsewhereError, NegativeStalenessError) as errors:
@@ -155,5 +157,5 @@ class Trainer:
 
     async def _hand_over(self, request: HandOver) -> HandOverReply:
         if self._current is None:
-            return HandOverReply(accepted=not request.groups, reason="no run is trained")
+            return HandOverReply(accepted=not request.executions, reason="no run is trained")
         return await self._current.hand_over(request)

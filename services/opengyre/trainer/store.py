@@ -39,10 +39,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     published: int
     """The last version that was published."""
     frontier: tuple[str, ...] = ()
-    """Every group that was consumed, sorted."""
+    """Every group of which all executions were consumed or dropped, sorted."""
+    partial: tuple[str, ...] = ()
+    """Executions that were consumed or dropped, of groups of which others were not, sorted."""
     committed: Committed | None = None
     consumed: tuple[GroupConsumed, ...] = ()
-    """Of the groups of this version's update."""
+    """Of the executions of this version's update."""
     finished: bool = False
     blobs: tuple[str, ...] = ()
     """Of this version's update: gradients and members, which nobody needs once the commit is told."""

@@ -1,11 +1,14 @@
 """One update as a state machine. Pure: no I/O, no clock.
 
-States: COLLECTING (groups arrive, cells pull and hand over) -> COMMITTING (every group is in a contribution that we
-hold) -> COMMITTED. A group is waiting, leased to one cell, or in one contribution.
+A unit is an execution; an update is `size` of them. They arrive by messages, each the whole or a part of a group, and
+are given out some of one message at a time. An idle unit has no score: it takes its place and is no work.
 
-Invariants: a group is in at most one contribution, and in exactly one when the update commits; a contribution is taken
-whole or refused whole, because a sum cannot be taken apart; repeating a request changes nothing and is answered the
-same; what belongs to another update or attempt is refused.
+States: COLLECTING (units arrive, cells pull and hand over) -> COMMITTING (every unit is idle or in a contribution that
+we hold) -> COMMITTED. A unit is idle, waiting, leased to one cell, or in one contribution.
+
+Invariants: a unit is in at most one contribution, and in exactly one, or idle, when the update commits; a contribution
+is taken whole or refused whole, because a sum cannot be taken apart; repeating a request changes nothing and is
+answered the same; what belongs to another update or attempt is refused.
 """
 
 import enum
@@ -13,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from opengyre.proto.ids import group_of
 from opengyre.proto.update import UpdateStats
 
 
@@ -32,43 +36,68 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """An accumulated gradient (blob reference) and the groups that it is the sum of."""
+    """An accumulated gradient (blob reference) and the units that it is the sum of."""
 
     cell: Cell
-    groups: tuple[str, ...]
+    units: tuple[str, ...]
     gradient: str
     stats: UpdateStats
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The state. `groups`: in order of arrival; `seen`: cell -> when it last gave a sign of life."""
+    """The state. `units`: in order of arrival; `seen`: cell -> when it last gave a sign of life; `grain`: units that a
+    cell is given at a time at most."""
 
     number: int
     attempt: str
     size: int
+    grain: int
     phase: Phase = Phase.COLLECTING
-    groups: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    source: Mapping[str, str] = field(default_factory=dict)
+    """Unit -> the message that it came by."""
+    idle: frozenset[str] = frozenset()
     leased: Mapping[str, Cell] = field(default_factory=dict)
     contributed: Mapping[str, str] = field(default_factory=dict)
-    """Group -> contribution."""
+    """Unit -> contribution."""
     contributions: Mapping[str, Contribution] = field(default_factory=dict)
     seen: Mapping[Cell, float] = field(default_factory=dict)
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        return tuple(group for group in self.groups if group not in self.leased and group not in self.contributed)
+        """Units that are work for the next cell."""
+        return tuple(
+            unit
+            for unit in self.units
+            if unit not in self.leased and unit not in self.contributed and unit not in self.idle
+        )
+
+    @property
+    def whole(self) -> bool:
+        return len(self.contributed) + len(self.idle) == self.size
 
     def leases_of(self, cell: Cell) -> tuple[str, ...]:
-        return tuple(group for group in self.groups if self.leased.get(group) == cell)
+        return tuple(unit for unit in self.units if self.leased.get(unit) == cell)
+
+    def some(self, units: tuple[str, ...]) -> tuple[str, ...]:
+        """The first of `units`, and what else of them came by the same message, `grain` at most."""
+        if not units:
+            return ()
+        source = self.source[units[0]]
+        return tuple(unit for unit in units if self.source[unit] == source)[: self.grain]
 
 
 # Events.
 
 
 @dataclass(frozen=True, slots=True)
-class GroupArrived:
-    group: str
+class Arrived:
+    """Units that came by the message `source`; those in `idle` are no work."""
+
+    source: str
+    units: tuple[str, ...]
+    idle: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +118,7 @@ class HandedOver:
     update: int
     attempt: str
     contribution: str
-    groups: tuple[str, ...]
+    units: tuple[str, ...]
     gradient: str
     stats: UpdateStats
     leaving: bool = False
@@ -97,7 +126,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """What a cell handed over cannot be read: its groups are to be computed again."""
+    """What a cell handed over cannot be read: its units are to be computed again."""
 
     cell: Cell
     reason: str
@@ -105,7 +134,7 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A cell's heartbeat says that it works on this group."""
+    """A cell's heartbeat says that it works on units of this group."""
 
     cell: Cell
     group: str
@@ -125,14 +154,14 @@ class Stored:
     """The commit is durable."""
 
 
-Event = GroupArrived | Pulled | HandedOver | Unusable | Worked | Ticked | Stored
+Event = Arrived | Pulled | HandedOver | Unusable | Worked | Ticked | Stored
 
 # Effects. A Pulled is answered by one of the first four, a HandedOver by Accept or Refuse.
 
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    group: str
+    units: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +222,25 @@ def _release(update: Update, cell: Cell, reason: str) -> Step:
         return update, ()
     left = replace(
         update,
-        leased={group: owner for group, owner in update.leased.items() if owner != cell},
+        leased={unit: owner for unit, owner in update.leased.items() if owner != cell},
         seen={other: when for other, when in update.seen.items() if other != cell},
     )
     return left, (CellLeft(cell, reason),)
 
 
-def _arrive(update: Update, event: GroupArrived) -> Step:
-    if event.group in update.groups:
-        return update, ()
-    if len(update.groups) == update.size:
-        raise ValueError(f"update {update.number} has its {update.size} groups; {event.group} belongs to a later one")
-    return replace(update, groups=(*update.groups, event.group)), ()
+def _arrive(update: Update, event: Arrived) -> Step:
+    new = tuple(unit for unit in event.units if unit not in update.source)
+    if len(update.units) + len(new) > update.size:
+        raise ValueError(f"update {update.number} holds {update.size} units; {new[-1]} belongs to a later one")
+    update = replace(
+        update,
+        units=(*update.units, *new),
+        source={**update.source, **dict.fromkeys(new, event.source)},
+        idle=update.idle | event.idle.intersection(new),
+    )
+    if update.whole:
+        return replace(update, phase=Phase.COMMITTING), (Commit(),)
+    return update, ()
 
 
 def _pull(update: Update, event: Pulled) -> Step:
@@ -215,23 +251,27 @@ def _pull(update: Update, event: Pulled) -> Step:
     if event.holding and (event.update, event.attempt) != (update.number, update.attempt):
         return update, (*effects, Discard(f"it belongs to update {event.update}, attempt {event.attempt}"))
     mine = update.leases_of(event.cell)
-    strange = [group for group in event.holding if group not in mine]
+    strange = [unit for unit in event.holding if unit not in mine]
     if strange:
         update, gone = _release(update, event.cell, f"it holds {strange[0]}, which is not leased to it")
         return update, (*effects, *gone, Discard(f"{strange[0]} is not leased to it"))
     # A lease that the cell does not hold is one whose answer it did not get.
-    lost = [group for group in mine if group not in event.holding]
-    chosen = lost[0] if lost else next(iter(update.waiting), None)
-    if chosen is not None or event.cell in update.seen:
+    lost = tuple(unit for unit in mine if unit not in event.holding)
+    chosen = update.some(lost or update.waiting)
+    if chosen or event.cell in update.seen:
         effects += () if event.cell in update.seen else (CellJoined(event.cell),)
         update = replace(update, seen={**update.seen, event.cell: event.now})
-    if chosen is not None:
-        return replace(update, leased={**update.leased, chosen: event.cell}), (*effects, Give(chosen))
-    if len(update.groups) < update.size:
-        return update, (*effects, Wait(f"groups: {len(update.groups)} of {update.size} of update {update.number}"))
+    if chosen:
+        leased = {**update.leased, **dict.fromkeys(chosen, event.cell)}
+        return replace(update, leased=leased), (*effects, Give(chosen))
+    if len(update.units) < update.size:
+        return update, (*effects, Wait(f"executions: {len(update.units)} of {update.size} of update {update.number}"))
     if event.holding:
         return update, (*effects, Flush())
-    return update, (*effects, Wait(f"other cells: {len(update.contributed)} of {update.size} groups are handed over"))
+    return update, (
+        *effects,
+        Wait(f"other cells: {len(update.contributed)} of {update.size} executions are handed over"),
+    )
 
 
 def _repeated(update: Update, event: HandedOver) -> Step | None:
@@ -241,7 +281,7 @@ def _repeated(update: Update, event: HandedOver) -> Step | None:
     known = update.contributions.get(event.contribution)
     if known is None:
         return None
-    if (known.groups, known.gradient) != (event.groups, event.gradient):
+    if (known.units, known.gradient) != (event.units, event.gradient):
         return update, (Refuse(f"contribution {event.contribution} was handed over with other content"),)
     return update, (Accept(),)
 
@@ -250,17 +290,17 @@ def _hand_over(update: Update, event: HandedOver) -> Step:
     if (answer := _repeated(update, event)) is not None:
         return answer
     mine = update.leases_of(event.cell)
-    if len(set(event.groups)) != len(event.groups) or not set(event.groups) <= set(mine):
-        strange = next((g for g in event.groups if g not in mine), event.groups[0])
+    if len(set(event.units)) != len(event.units) or not set(event.units) <= set(mine):
+        strange = next((unit for unit in event.units if unit not in mine), event.units[0])
         update, gone = _release(update, event.cell, f"it handed over {strange}, which is not leased to it")
         return update, (*gone, Refuse(f"{strange} is not leased to it once"))
     effects: tuple[Effect, ...] = ()
-    if event.groups:
-        taken = Contribution(event.cell, event.groups, event.gradient, event.stats)
+    if event.units:
+        taken = Contribution(event.cell, event.units, event.gradient, event.stats)
         update = replace(
             update,
-            leased={group: owner for group, owner in update.leased.items() if group not in event.groups},
-            contributed={**update.contributed, **dict.fromkeys(event.groups, event.contribution)},
+            leased={unit: owner for unit, owner in update.leased.items() if unit not in event.units},
+            contributed={**update.contributed, **dict.fromkeys(event.units, event.contribution)},
             contributions={**update.contributions, event.contribution: taken},
             seen={**update.seen, event.cell: event.now},
         )
@@ -268,7 +308,7 @@ def _hand_over(update: Update, event: HandedOver) -> Step:
     if event.leaving:
         update, gone = _release(update, event.cell, "another role")
         effects += gone
-    if len(update.contributed) == update.size:
+    if update.whole:
         return replace(update, phase=Phase.COMMITTING), (*effects, Accept(), Commit())
     return update, (*effects, Accept())
 
@@ -278,7 +318,7 @@ def _drop_cell(update: Update, event: Unusable) -> Step:
 
 
 def _work(update: Update, event: Worked) -> Step:
-    if update.leased.get(event.group) != event.cell:
+    if not any(cell == event.cell and group_of(unit) == event.group for unit, cell in update.leased.items()):
         return update, ()
     return replace(update, seen={**update.seen, event.cell: event.now}), ()
 
@@ -300,7 +340,7 @@ def _pull_late(update: Update, event: Pulled) -> Step:
 def _hand_over_late(update: Update, event: HandedOver) -> Step:
     if (answer := _repeated(update, event)) is not None:
         return answer
-    if not event.groups:
+    if not event.units:
         return update, (Accept(),)
     return update, (Refuse(f"update {update.number} has all its contributions"),)
 
@@ -322,7 +362,7 @@ _LATE: dict[type[Any], Callable[..., Step]] = {
 }
 TABLE: dict[Phase, dict[type[Any], Callable[..., Step]]] = {
     Phase.COLLECTING: {
-        GroupArrived: _arrive,
+        Arrived: _arrive,
         Pulled: _pull,
         HandedOver: _hand_over,
         Unusable: _drop_cell,
