@@ -86,10 +86,10 @@ REFUSED = [
     ({"dispatch": {"close_at": 9}}, "dispatch.close_at is 9; allowed are values from 2 to 8"),
     ({"dispatch": {"d_max": 0}}, "dispatch.d_max is 0; allowed are values from 1 to 10000"),
     ({"dispatch": {"mu": "two"}}, "dispatch.mu is 'two': input should be a valid integer"),
-    ({"dispatch": {"batch_groups": 4}}, "dispatch: batch_groups cannot change while the run goes on"),
+    ({"dispatch": {"batch_groups": 4}}, "dispatch.batch_groups cannot change while the run goes on"),
     (
         {"dispatch": {"group_size": 4}},
-        "group_size cannot change while the run goes on (the updates and groups under way",
+        "dispatch.group_size cannot change while the run goes on (the updates and groups under way",
     ),
     ({"harness": {"max_turns": 9}}, "harness cannot change while the run goes on (the episodes under way"),
     ({"model": "/x"}, "model cannot change while the run goes on (its weights are what is trained); allowed: state"),

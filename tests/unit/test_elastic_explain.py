@@ -32,6 +32,8 @@ def test_each_bound_has_its_sentence() -> None:
     assert "dispatch.d_max 1 holds admission: the oldest unconsumed group is of version 1, so no more is admitted" in (
         held_by(given_(bound, oldest_version=1, kept_executions=24 * 8, unconsumed_executions=64)) or ""
     )
+    both = given_(Dispatch(phi=0, mu=1, d_max=0), kept_executions=24 * 8, unconsumed_executions=64, oldest_version=2)
+    assert "the depth" in (held_by(both) or ""), "the bound that held before d_max was set is the reason"
     assert held_by(given_(Dispatch(continuous=6), live_groups=6, unconsumed_executions=64)) == (
         "dispatch.continuous keeps 6 groups unfinished: 6 are"
     )

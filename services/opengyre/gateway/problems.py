@@ -114,8 +114,11 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         return Problem(422, f"{field} is missing", field=field)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] in (UNKNOWN_FIELD, FIXED_FIELD):
-        unknown = ".".join([*where, str((first.get("ctx") or {}).get("name", ""))])
-        return Problem(422, f"{field}: {message}" if where else message, field=unknown)
+        name = str((first.get("ctx") or {}).get("name", ""))
+        full = ".".join([*where, name])
+        if first["type"] == FIXED_FIELD:
+            return Problem(422, f"{full}{message.removeprefix(name)}", field=full)
+        return Problem(422, f"{field}: {message}" if where else message, field=full)
     message = ALLOWED.get(first["type"], message)
     return Problem(422, f"{field} is {_shown(first.get('input'))}: {message[:1].lower()}{message[1:]}", field=field)
 

@@ -30,13 +30,25 @@ def held_by(given: AdmissionInput) -> str | None:
 
 
 def _bounds(given: AdmissionInput) -> list[tuple[int, str]]:
-    """Each bound: executions until it is reached, and its sentence."""
+    """Each bound: executions until it is reached, and its sentence. Of two that are equal the first is the reason."""
     dispatch, size = given.dispatch, given.dispatch.group_size
     batch = dispatch.update_executions
     bounds: list[tuple[int, str]] = []
     if given.updates is not None:
         last = f"all groups of the run's {given.updates} updates are admitted"
         bounds.append((given.updates * batch - given.kept_executions, last))
+    if dispatch.continuous is not None:
+        unfinished = f"dispatch.continuous keeps {dispatch.continuous} groups unfinished: {given.live_groups} are"
+        bounds.append(((dispatch.continuous - given.live_groups) * size, unfinished))
+    else:
+        depth = round((dispatch.phi + dispatch.mu) * batch)
+        left = min(depth - given.unconsumed_executions, given.published * batch + depth - given.kept_executions)
+        unconsumed = _groups(given.unconsumed_executions, size)
+        full = (
+            f"the depth (phi + mu) * batch_groups of {_groups(depth, size)} groups is full: {unconsumed} are unconsumed; "
+            f"the version after {given.published} makes room"
+        )
+        bounds.append((left, full))
     if dispatch.d_max is not None and dispatch.on_stale == "wait":
         oldest = given.published if given.oldest_version is None else min(given.oldest_version, given.published)
         until = max(oldest + dispatch.d_max + 1, 0 if given.stream else given.published + dispatch.mu)
@@ -45,17 +57,7 @@ def _bounds(given: AdmissionInput) -> list[tuple[int, str]]:
             f"so no more is admitted than {until} updates take"
         )
         bounds.append((until * batch - given.kept_executions, held))
-    if dispatch.continuous is not None:
-        open_groups = f"dispatch.continuous keeps {dispatch.continuous} groups unfinished: {given.live_groups} are"
-        bounds.append(((dispatch.continuous - given.live_groups) * size, open_groups))
-        return bounds
-    depth = round((dispatch.phi + dispatch.mu) * batch)
-    left = min(depth - given.unconsumed_executions, given.published * batch + depth - given.kept_executions)
-    full = (
-        f"the depth (phi + mu) * batch_groups of {_groups(depth, size)} groups is full: "
-        f"{_groups(given.unconsumed_executions, size)} are unconsumed; the version after {given.published} makes room"
-    )
-    return [*bounds, (left, full)]
+    return bounds
 
 
 def _groups(executions: int, size: int) -> str:
