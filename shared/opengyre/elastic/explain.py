@@ -43,9 +43,9 @@ def _bounds(given: AdmissionInput) -> list[tuple[int, str]]:
     else:
         depth = round((dispatch.phi + dispatch.mu) * batch)
         left = min(depth - given.unconsumed_executions, given.published * batch + depth - given.kept_executions)
-        unconsumed = _groups(given.unconsumed_executions, size)
+        level, unconsumed = _groups(depth, size), _groups(given.unconsumed_executions, size)
         full = (
-            f"the depth (phi + mu) * batch_groups of {_groups(depth, size)} groups is full: {unconsumed} are unconsumed; "
+            f"the depth (phi + mu) * batch_groups of {level} groups is full: {unconsumed} are unconsumed; "
             f"the version after {given.published} makes room"
         )
         bounds.append((left, full))
