@@ -36,13 +36,15 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     turns: int | None = None
     score: float | None = None
     unscored: str | None = None
+    staleness: int | None = None
+    """`d` of the update that it was in, once it is trained."""
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     entry: GroupEntry
     """As the ledger has it."""
     staleness: int | None
-    """`d = v_t - v_d`, once it is trained."""
+    """`d = v_t - v_d` of the first update that took some of it, once it is trained."""
     members: tuple[MemberReport, ...]
 
 
@@ -117,6 +119,7 @@ async def read_group(deps: DepsOf, group: Annotated[str, Path(pattern=GROUP_PATT
             turns=ended[name].turns if name in ended else None,
             score=summary.scores.get(name),
             unscored=summary.unscored.get(name),
+            staleness=entry.trained[name] - entry.admitted_version if name in entry.trained else None,
         )
         for name in entry.executions
     )
