@@ -37,7 +37,7 @@ B, G, MU = 2, 2, 2
 CONFIG = TinyConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1)
 
 
-def ready(number: int, version: int = 0, run: str = RUN, **changes) -> GroupReady:
+def ready(number: int, version: int = 0, run: str = RUN, size: int = G, **changes) -> GroupReady:
     group = f"{run}-g{number:06d}"
     span = Span(start=1, end=3, logprobs=(-0.5, -0.5), versions=(version, version), temperature=1.0)
     members = tuple(
@@ -45,10 +45,10 @@ def ready(number: int, version: int = 0, run: str = RUN, **changes) -> GroupRead
             execution=f"{group}-e{member:02d}", score=float(member % 2), advantage=1.0 - 2 * (member % 2),
             sequences=(Sequence(tokens=(1, 2, 3), spans=(span,)),), trained_tokens=2, path_tokens=3,
         )
-        for member in range(G)
+        for member in range(size)
     )  # fmt: skip
     names = tuple(member.execution for member in members)
-    fields = {"members": members, "executions": names, "group_size": G, **changes}
+    fields = {"members": members, "executions": names, "group_size": size, **changes}
     return GroupReady(run=run, group=group, task=f"t{number % 3}", version=version, **fields)
 
 
