@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -208,6 +209,33 @@ async def test_versions_are_loaded_under_live_calls_with_their_spans(stack: Stac
         edges = [0, *(span.end for span in call.versions)]
         assert [span.start for span in call.versions] == edges[:-1]
         assert edges[-1] == len(call.sampled_ids)
+
+
+async def test_a_host_that_joins_takes_calls_over_from_one_that_has_too_many(stack: Stack) -> None:
+    """Hosts join one after the other; the first must not keep what was parked for all."""
+    load = LOAD | {"synthetic_turns": 1, "synthetic_sigma": 0.0}
+    episodes = [dispatch(number=number, **load) for number in range(4)]
+    async with fleet(stack, capacity=1, tokens_per_s=200) as hosts, stack.service():
+        await hosts.reach(HOSTS[1], HostState.ROLLOUT)
+        await hosts.tell(HOSTS[1], "cordoned")
+        await hosts.reach(HOSTS[1], HostState.CORDONED)
+        await hosts.reach(HOSTS[0], HostState.ROLLOUT)
+        for episode in episodes:
+            await stack.submit(episode)
+
+        async def crowded() -> bool:
+            return (await hosts.reach(HOSTS[0], HostState.ROLLOUT)).running == len(episodes)
+
+        await eventually(crowded)
+        await hosts.tell(HOSTS[1], "rollout")
+        for episode in episodes:
+            await eventually(functools.partial(stack.ended, episode), 30)
+    calls = [event for episode in episodes for event in await stack.log(episode) if isinstance(event, Call)]
+    assert len(calls) == len(episodes)
+    moved = [call for call in calls if call.moves_s]
+    assert moved
+    assert all(call.hosts == HOSTS for call in moved)
+    assert {len(call.sampled_ids) for call in calls} == {120}
 
 
 async def test_a_switch_takes_what_the_settings_say(stack: Stack) -> None:

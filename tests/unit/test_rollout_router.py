@@ -3,13 +3,14 @@
 import itertools
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.traj import VersionSpan
-from opengyre.rollout.balance import QUEUE, choose
+from opengyre.rollout.balance import OVERLOAD, QUEUE, choose, surplus
 from opengyre.rollout.engine import NotServedError, Part, RefusedError, read_answer, read_failure
 from opengyre.rollout.router import Completion, joined
 
@@ -50,6 +51,37 @@ def test_the_parents_host_is_preferred_while_it_is_not_busier() -> None:
     hosts = [host("h0"), host("h1")]
     assert choose(hosts, "r", {}, prefer="h1").host == hosts[1]
     assert choose(hosts, "r", {"h1": 3}, prefer="h1").host == hosts[0]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(HostState), st.integers(0, 20), st.integers(0, 20)), max_size=8),
+    st.integers(1, 6),
+)
+def test_calls_are_taken_from_overloaded_hosts_only_and_only_where_others_have_room(
+    hosts: list[tuple[HostState, int, int]], capacity: int
+) -> None:
+    statuses = [
+        msgspec.structs.replace(host(f"h{n}", state, running=running), capacity=capacity)
+        for n, (state, running, _) in enumerate(hosts)
+    ]
+    ours = {f"h{n}": count for n, (_, _, count) in enumerate(hosts)}
+    given_away = surplus(statuses, "r", ours)
+    serving = {status.host: status for status in statuses if status.state is HostState.ROLLOUT}
+    over = {name for name in serving if ours[name] > OVERLOAD * capacity}
+    room = sum(max(0, capacity - max(ours[s.host], s.running)) for s in serving.values() if s.host not in over)
+    wanted = sum(ours[name] - capacity for name in over)
+    assert given_away.keys() <= over
+    assert all(0 < count <= ours[name] - capacity for name, count in given_away.items())
+    assert sum(given_away.values()) == min(room, wanted)
+    # What is given away finds its place, after which nothing more is to be done.
+    after = ours | {name: ours[name] - count for name, count in given_away.items()}
+    assert surplus([s for s in serving.values() if s.host in given_away], "r", after) == {}
+
+
+def test_the_most_overloaded_host_gives_first() -> None:
+    statuses = [host("h0"), host("h1"), host("h2")]
+    assert surplus(statuses, "r", {"h0": 9, "h1": 14, "h2": 0}) == {"h1": 4}
+    assert surplus(statuses, "other", {"h0": 9, "h1": 14, "h2": 0}) == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(5, 9), max_size=5)), min_size=1, max_size=5))

@@ -1,11 +1,15 @@
-"""Which host takes a call. Pure.
+"""Which host takes a call, and which gives calls away. Pure.
 
 Only a host in the rollout role that serves this run is ever chosen. Among those the least loaded one is taken; the
 host that served the call's parent is preferred while it is not noticeably busier, because it may still hold its keys
 and values. A host with `QUEUE` times its capacity in hand takes no more: calls wait here, where they can still go
 elsewhere.
+
+Hosts that begin to serve do not do so at the same instant: the first takes what was parked for all. So calls are taken
+away again from a host that has more than `OVERLOAD` times its capacity in hand while others have room.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +18,9 @@ from opengyre.proto.host import HostState, HostStatus
 QUEUE = 4
 SLACK = 0.25
 """Load, in units of a host's capacity, that affinity may cost."""
+OVERLOAD = 1.0 + SLACK
+"""Load from which a host gives calls away, down to its capacity. A move costs what the call's tokens so far cost to
+read again, so a little more than the capacity is left alone."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +57,23 @@ def choose(
         if best is None or rank[:2] < best[:2]:
             best = rank
     return Choice(best[2] if best else None, serving)
+
+
+def surplus(hosts: Iterable[HostStatus], run: str, in_flight: Mapping[str, int]) -> dict[str, int]:
+    """Host -> how many of our calls it gives away: none where no other serving host has room below its capacity."""
+    over: list[tuple[float, str, int]] = []
+    room = 0
+    for host in hosts:
+        if host.state is not HostState.ROLLOUT or host.run not in (None, run):
+            continue
+        ours, capacity = in_flight.get(host.host, 0), max(1.0, host.capacity)
+        if ours > OVERLOAD * capacity:
+            over.append((ours / capacity, host.host, ours - math.floor(capacity)))
+        else:
+            room += max(0, math.floor(capacity - max(ours, host.running)))
+    given: dict[str, int] = {}
+    for _, name, count in sorted(over, reverse=True):
+        if taken := min(count, room):
+            given[name] = taken
+            room -= taken
+    return given

@@ -160,3 +160,22 @@ async def generate(session: aiohttp.ClientSession, url: str, request: GenerateRe
         raise NotServedError(f"no answer within {timeout_s:g} s") from error
     except aiohttp.ClientError as error:
         raise NotServedError(f"the connection failed: {error!r}") from error
+
+
+async def recall(session: aiohttp.ClientSession, url: str, requests: Sequence[str], timeout_s: float) -> None:
+    """Ask the host at `url` to stop these requests, which it then answers with their partial tokens.
+
+    Raises `NotServedError` when it does not take the wish.
+    """
+    try:
+        async with session.post(
+            f"{url}/inference/v1/abort_requests",
+            data=_encoder.encode({"request_ids": requests}),
+            headers={"Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=timeout_s, connect=5),
+        ) as response:
+            body = await response.read()
+            if response.status != 200:
+                raise NotServedError(str(read_failure(response.status, body)))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise NotServedError(f"the connection failed: {error!r}") from error

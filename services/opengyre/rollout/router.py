@@ -5,11 +5,12 @@ Invariants:
   them, under the same seed. A lost connection costs what its host had not returned, and is sampled again.
 - A host is asked only while its status says ROLLOUT; one that failed is left alone until it says something new, or
   for `AVOID_S`.
+- A call that is taken away from an overloaded host goes on elsewhere with its tokens; it is asked back once.
 - No failure of a host ends a call: it ends with a completion, a refusal of the request itself, or its caller's
   cancellation.
 
 Awaits: a call in flight is woken by its host (at most `call_timeout_s`); a waiting one by a change of a host's status
-or the end of a call here, and looks again every `LOOK_S`.
+or the end of a call here, and looks again every `LOOK_S`. `balance` looks every `BALANCE_S`.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ import msgspec
 
 from opengyre.proto.host import HostStatus
 from opengyre.proto.traj import VersionSpan
-from opengyre.rollout.balance import choose
-from opengyre.rollout.engine import GenerateRequest, NotServedError, Part, SamplingParams, generate
+from opengyre.rollout.balance import choose, surplus
+from opengyre.rollout.engine import GenerateRequest, NotServedError, Part, SamplingParams, generate, recall
 from opengyre.shared import metrics
 from opengyre.shared.bus import View
 from opengyre.shared.waits import Waits
@@ -35,6 +36,9 @@ log = logging.getLogger("gyre.rollout.router")
 
 LOOK_S = 1.0
 AVOID_S = 1.0
+BALANCE_S = 0.1
+"""Between two looks at the balance: calls that were placed while hosts joined are moved as soon as all have."""
+RECALL_S = 5.0
 SETTLE_S = 0.1
 """A call that finds no host for less than this is late, not parked."""
 
@@ -113,6 +117,10 @@ class Router:
     waits: Waits
     call_timeout_s: float
     in_flight: Counter[str] = field(default_factory=Counter)
+    _requests: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Host -> the requests that it has of ours, the newest last, with their run."""
+    _recalled: set[str] = field(default_factory=set)
+    """Requests that we asked a host to give back."""
     _avoided: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Host -> the revision of its status and the time when it failed us."""
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -129,8 +137,9 @@ class Router:
         parked_before = 0.0
         limit = call.params.max_tokens
         tries = 0
+        prefer = call.prefer
         while True:
-            host, waited = await self._place(call, done, parking)
+            host, waited = await self._place(call, prefer, parking)
             tries += 1
             done = replace(done, parked_s=done.parked_s + waited)
             request = GenerateRequest(
@@ -139,6 +148,7 @@ class Router:
                 model=call.run,
                 sampling_params=_left(call.params, limit - len(done.tokens)),
             )
+            self._requests.setdefault(host.host, {})[request.request_id] = call.run
             try:
                 part = await generate(self.session, host.url, request, self.call_timeout_s)
             except NotServedError as error:
@@ -147,6 +157,9 @@ class Router:
                 continue
             finally:
                 self._free(host.host)
+                del self._requests[host.host][request.request_id]
+                recalled = request.request_id in self._recalled
+                self._recalled.discard(request.request_id)
             now = clock()
             if stopped is not None:
                 idle_s = max(0.0, now - stopped - part.engine_s - (done.parked_s - parked_before))
@@ -157,13 +170,38 @@ class Router:
             if done.finish != "abort":
                 return done
             log.debug("host %s stopped %s after %d tokens", host.host, request.request_id, len(part.tokens))
-            self._avoid(host.host)
+            if not recalled:
+                self._avoid(host.host)
+            prefer = None
 
-    async def _place(self, call: Generation, done: Completion, parking: Parking) -> tuple[HostStatus, float]:
+    async def balance(self) -> None:
+        """Take calls away from overloaded hosts when others have room, until cancelled."""
+        while True:
+            await asyncio.sleep(BALANCE_S)
+            hosts = self.view.values
+            for run in {run for requests in self._requests.values() for run in requests.values()}:
+                given = surplus(hosts.values(), run, self.in_flight)
+                await asyncio.gather(*(self._recall(hosts[name], run, count) for name, count in given.items()))
+
+    async def _recall(self, host: HostStatus, run: str, count: int) -> None:
+        """The newest calls go: they have the fewest tokens to be read again."""
+        ours = [name for name, of in self._requests.get(host.host, {}).items() if of == run]
+        count -= sum(name in self._recalled for name in ours)
+        chosen = [name for name in reversed(ours) if name not in self._recalled][: max(0, count)]
+        if not chosen:
+            return
+        self._recalled.update(chosen)
+        log.info("host %s is asked for %d calls: it has %d", host.host, len(chosen), len(ours))
+        try:
+            await recall(self.session, host.url, chosen, RECALL_S)
+        except NotServedError as error:
+            log.info("host %s keeps %d calls: %s", host.host, len(chosen), error)
+            self._recalled.difference_update(chosen)
+
+    async def _place(self, call: Generation, prefer: str | None, parking: Parking) -> tuple[HostStatus, float]:
         """A host, with a place on it taken; and how long the call was parked."""
         loop = asyncio.get_running_loop()
         since = loop.time()
-        prefer = done.hosts[-1] if done.hosts else call.prefer
         async with _parked(parking) as parked:
             while True:
                 choice = choose(self.view.values.values(), call.run, self.in_flight, self._avoids(loop.time()), prefer)

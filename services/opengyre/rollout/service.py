@@ -69,7 +69,7 @@ class Rollout:
                 models=Models(context.bus),
                 stopping=context.stopping,
             )
-            gauging = asyncio.create_task(self._gauge(station.router))
+            helpers = [asyncio.create_task(self._gauge(station.router)), asyncio.create_task(station.router.balance())]
 
             async def handle(event: Event, delivery: Delivery) -> None:
                 await self._handle(station, event, delivery)
@@ -85,8 +85,9 @@ class Rollout:
                     max_deliver=MAX_DELIVER,
                 )
             finally:
-                gauging.cancel()
-                await asyncio.wait([gauging])
+                for helper in helpers:
+                    helper.cancel()
+                await asyncio.wait(helpers)
 
     async def _handle(self, station: Station, event: Event, delivery: Delivery) -> None:
         if not isinstance(event, EpisodeDispatch):
