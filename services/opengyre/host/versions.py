@@ -2,13 +2,15 @@
 
 Invariants: versions only grow; a version is used only after every file of it was checked against its manifest.
 
-Awaits: `follow_published` is woken by the broker; a new manifest is handed to `found`. `in_turn` looks every
-`TURN_POLL_S` whether the turn is free, `TURN_S` at most.
+Awaits: `follow_published` is woken by the broker; a new manifest is handed to `found`. `in_turn` looks ever later
+whether the turn is free, `TURN_S` at most.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from opengyre.proto import subjects
@@ -24,6 +26,7 @@ FIRST_RETRY_S = 0.25
 LAST_RETRY_S = 10.0
 TURN_S = 2.0
 TURN_POLL_S = 0.05
+"""A host that waits for its turn asks so soon, and each time later: many hosts ask no more often together than few."""
 TURN_TTL_S = 5
 
 
@@ -63,11 +66,11 @@ async def in_turn(bus: Bus, run: str, owner: str) -> AsyncIterator[None]:
     ours = False
     try:
         async with asyncio.timeout(TURN_S):
-            while True:
+            for tried in itertools.count(1):
                 ours = await lease.acquire()
                 if ours:
                     break
-                await asyncio.sleep(TURN_POLL_S)
+                await asyncio.sleep(random.uniform(0.5, 1.5) * TURN_POLL_S * tried)  # noqa: S311 - no secret
     except (TimeoutError, BusError) as error:
         log.info("loading a version of %s out of turn (%r)", run, error)
     try:
