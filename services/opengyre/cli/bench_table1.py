@@ -4,7 +4,7 @@ Each row is a stack of its own in a fresh directory, on the same seed, so every 
 goes on past the last update that is measured, as in the middle of a longer run; time is from the first admission to
 that update's commit, on this process's clock, times the scale.
 
-Awaits: the stack's readiness (its own bound); events of the run, each within `STALL_S`.
+Awaits: the stack's readiness (its own bound), the hosts' first weights and each event of the run (`STALL_S`).
 """
 
 import asyncio
@@ -21,10 +21,11 @@ from opengyre.cli.demo_client import Api, ApiError
 from opengyre.cli.supervisor_child import tail
 from opengyre.cli.up import Options, running
 from opengyre.proto import subjects
+from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.run import Dispatch, Harness, RunSpec
 from opengyre.proto.task import Check, TaskAdmitted, TaskSpec
 from opengyre.proto.update import Committed
-from opengyre.shared.bus import Bus, follow
+from opengyre.shared.bus import Bucket, Bus, follow
 from opengyre.shared.settings import Settings
 from opengyre.sim.gyre import HOUR_S
 from opengyre.sim.table1 import ROWS
@@ -159,6 +160,7 @@ async def _row(row: str, bench: Bench, bus: Bus, api: Api, model: Path, report: 
             group.create_task(_read(bus, subjects.TASKS, subjects.task(RUN, "*", "admitted"), happened)),
             group.create_task(_read(bus, subjects.UPDATES, subjects.update(RUN, "committed"), happened)),
         ]
+        await _all_serve(bus, bench.workload.cells)
         await api.post("/v1/tasks", {"run": RUN, "tasks": [bench.task()]})
         hours = await _hours(row, bench, happened, report)
         for reader in readers:
@@ -166,6 +168,17 @@ async def _row(row: str, bench: Bench, bus: Bus, api: Api, model: Path, report: 
     if len(hours) < bench.updates:
         raise BenchError(f"nothing was admitted or committed for {STALL_S:g} s after {len(hours)} updates")
     return await gather(row, bench.updates, spec, hours, bench.workload, bench.time_scale, bus, api)
+
+
+async def _all_serve(bus: Bus, cells: int) -> None:
+    """Until every host has the first weights: what a start costs is no part of a row."""
+    async with Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
+        try:
+            async with asyncio.timeout(STALL_S):
+                while sum(status.state is HostState.ROLLOUT for status in hosts.values.values()) < cells:
+                    await hosts.changed(1.0)
+        except TimeoutError as error:
+            raise BenchError(f"not all of {cells} hosts serve after {STALL_S:g} s") from error
 
 
 async def _hours(
