@@ -77,3 +77,20 @@ def test_a_binary_file_and_a_missing_file_are_one_sentence(tmp_path: Path) -> No
 def test_an_unknown_environment_variable_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         load(None, {name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"GYRE_HOST__COUNT": "2"}, "host.count is '2'.*allowed is 1, or more with host.engine emulated"),
+        (
+            {"GYRE_HOST__COUNT": "2", "GYRE_HOST__ENGINE": "emulated", "GYRE_HOST__CELL": "c"},
+            "host.count is '2'.*allowed is 1 with host.cell set",
+        ),
+        ({"GYRE_HOST__TIME_SCALE": "0"}, "host.time_scale is '0'.*greater than 0"),
+        ({"GYRE_HOST__ENGINE": "steam"}, "host.engine is 'steam'.*'tiny' or 'emulated'"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused_by_name(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        load(None, environment)
