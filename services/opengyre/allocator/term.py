@@ -245,10 +245,19 @@ class Term:
                 run = self.progress.spec.run if self.progress else "none"
                 reason = f"an operator's wish: {wish}"
                 change = RoleChange(cell=name, role=role, reason=reason)
-                decision = await self.decisions.publish(run, "wish", wish=wish, changes=(change,), note=reason)
+                decision = await self.decisions.publish(
+                    run, "wish", wish=wish, changes=(change,), note=reason, suspends=self._suspends(cells, change)
+                )
                 await self._levels.command(seen, cell, role, reason, decision, wanted)
                 self._wake.set()
             return cell
+
+    def _suspends(self, cells: dict[str, Cell], change: RoleChange) -> bool:
+        """Whether an operator's wish takes the last cell from the rollout role while executions are live."""
+        if self.progress is None:
+            return False
+        views = self._clocks.views(cells, asyncio.get_running_loop().time())
+        return suspends(self.progress.policy_input(views, _switch_s(cells)), (change,))
 
 
 def _switch_s(cells: dict[str, Cell]) -> float | None:

@@ -1,8 +1,8 @@
 """The host's HTTP endpoint, in the shape of vLLM's own: `/inference/v1/generate` and `/inference/v1/abort_requests`.
 
-Token ids in, token ids out, with log-probs and weight-version spans. A host that is not in the rollout role answers
-503 `not_serving`, a full one 429 `too_many_requests`, a call that can never be served 400 `invalid_request`. A client
-that goes away frees the call's place.
+Token ids in, token ids out, with log-probs and weight-version spans. A host that is not in the rollout role, or was
+LOST and has not joined again, answers 503 `not_serving`, a full one 429 `too_many_requests`, a call that can never be
+served 400 `invalid_request`. A client that goes away frees the call's place.
 
 Awaits: a call is woken by the engine's answer, the client's going, an abort or `CALL_BOUND_S`, after which it is
 answered as far as it came.
@@ -103,12 +103,15 @@ def to_answer(request_id: str, result: GenerateResult, engine_s: float) -> dict[
 
 
 class Inference:
-    """The endpoint. `why_not` says why the host does not serve."""
+    """The endpoint. `look` may shut the door before a call comes to it; `why_not` says why the host does not serve."""
 
-    def __init__(self, engine: Engine, door: Door, why_not: Callable[[], str]) -> None:
+    def __init__(
+        self, engine: Engine, door: Door, why_not: Callable[[], str], look: Callable[[], None] = lambda: None
+    ) -> None:
         self._engine = engine
         self._door = door
         self._why_not = why_not
+        self._look = look
         self._numbers = itertools.count()
         self._calls: dict[str, tuple[str, float]] = {}
         """Engine's identifier -> the client's, and when it came in."""
@@ -129,6 +132,7 @@ class Inference:
     async def generate(self, request: Request) -> Response:
         try:
             body = msgspec.json.decode(await _body(request), type=GenerateBody)
+            self._look()
             with self._door.inside():
                 return await self._call(request, body)
         except ClientDisconnect:

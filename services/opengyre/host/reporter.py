@@ -1,7 +1,8 @@
 """What the host says of itself on the bus: its status, renewed and put at once on every change, and its changes.
 
 Invariants: a status is never older than the change that is told with it; changes are told in order, each until the
-broker has it. The status has a time to live, so that a host that is gone is LOST.
+broker has it. The status has a time to live, so that a host that is gone is LOST; one that was LOST (its process hung,
+or the broker did not answer) is told so by `on_lapse` before its next status is made.
 
 Awaits: woken by `changed` or by the heartbeat's interval; the broker's acknowledgements are bounded by the bus.
 """
@@ -22,14 +23,24 @@ MAX_UNTOLD = 1024
 
 
 class Reporter:
-    def __init__(self, bus: Bus, status: Callable[[], HostStatus], every_s: float, ttl_s: int) -> None:
+    def __init__(
+        self, bus: Bus, status: Callable[[], HostStatus], on_lapse: Callable[[], None], every_s: float, ttl_s: int
+    ) -> None:
         self._bus = bus
         self._bucket = Bucket(bus, subjects.KV_HOSTS, HostStatus)
         self._status = status
+        self._on_lapse = on_lapse
+        self._clock = asyncio.get_running_loop().time
+        self._valid_until = self._clock() + ttl_s
         self._every_s = every_s
         self._ttl_s = ttl_s
         self._changed = asyncio.Event()
         self._untold: deque[HostStateChanged] = deque(maxlen=MAX_UNTOLD)
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether the time to live of the last status that was told is over."""
+        return self._clock() > self._valid_until
 
     def changed(self, change: HostStateChanged | None = None) -> None:
         """Put the status now, and tell the change."""
@@ -53,8 +64,12 @@ class Reporter:
 
     async def tell(self) -> None:
         """Put the status and publish what was not told yet; raises `BusError`."""
+        if self.lapsed:
+            self._on_lapse()
         status = self._status()
+        valid_until = self._clock() + self._ttl_s
         await self._bucket.put(status.host, status, ttl_s=self._ttl_s)
+        self._valid_until = valid_until
         while self._untold:
             change = self._untold[0]
             await self._bus.publish(subjects.host(change.host, "state"), change)

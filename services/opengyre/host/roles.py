@@ -27,6 +27,7 @@ class Signal(enum.Enum):
     APPLIED = "the current version is loaded and acknowledged"
     DRAINED = "no call is in flight, the engine sleeps, its memory is free"
     LEFT = "the training worker has handed over what it held"
+    LAPSED = "its heartbeat had expired: it was LOST to the others and may have missed versions"
     STOP = "the process is to end"
 
 
@@ -80,10 +81,13 @@ TURN: Final[dict[HostState, dict[HostState, HostState]]] = {
 
 DONE: Final[dict[tuple[HostState, Signal], dict[HostState, HostState]]] = {
     (_S.JOINING, Signal.APPLIED): {_S.ROLLOUT: _S.ROLLOUT},
+    (_S.ROLLOUT, Signal.LAPSED): {_S.ROLLOUT: _S.JOINING},
     (_S.DRAINING, Signal.DRAINED): _END,
     (_S.LEAVING_TRAIN, Signal.LEFT): _END,
 }
-"""(State, end of its activity) -> goal -> next state. An end that comes in another state changes nothing."""
+"""(State, end of its activity) -> goal -> next state. An end that comes in another state changes nothing.
+
+Who was LOST has no more right to traffic than who comes from elsewhere: it joins again. The calls that it has go on."""
 
 ACTIVITY: Final[dict[HostState, Activity]] = {
     _S.STARTING: Activity.REST,

@@ -71,10 +71,12 @@ class Host:
         self._boot = uuid.uuid4().hex[:12]
         self._engine = engine or make_engine(settings)
         self._door = Door(int((1 + WAITING_FACTOR) * settings.capacity))
-        self.inference = Inference(self._engine, self._door, self._why_not)
+        self.inference = Inference(self._engine, self._door, self._why_not, self._look_for_lapse)
         self._levels = levels
         self._worker = Worker(context, self._host, self._boot, make_learner(settings))
-        self._reporter = Reporter(context.bus, self._status, settings.heartbeat_s, settings.lost_after_s)
+        self._reporter = Reporter(
+            context.bus, self._status, self._look_for_lapse, settings.heartbeat_s, settings.lost_after_s
+        )
         self._position = Position()
         self._grace_s = DesiredRole(host=self._host, role="rollout", epoch=-1).grace_s
         self._turned = asyncio.Event()
@@ -172,6 +174,11 @@ class Host:
             if self._engine.stats().state == "closed":
                 raise EngineFailedError("the engine ended by itself; the host leaves, to be started again")
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    def _look_for_lapse(self) -> None:
+        """Whoever wakes first after the process hung: a call, or the heartbeat."""
+        if self._reporter.lapsed:
+            self._event(Signal.LAPSED, "its heartbeat had expired; it joins again")
 
     # The machine.
 
@@ -290,7 +297,11 @@ class Host:
             await self._wait(retry_after(0))
 
     async def _join(self, applied: Manifest) -> None:
-        """Let traffic in if what is applied is what the leader of the broker calls current."""
+        """Let traffic in if what is applied is what the leader of the broker calls current, and the host not LOST."""
+        if self._reporter.lapsed:
+            with self._context.waits.on("its heartbeat to be taken", retry_after(0)):
+                await self._wait(retry_after(0))
+            return
         try:
             newest = await last_published(self._context.bus, applied.run)
         except (BusError, TimeoutError) as error:

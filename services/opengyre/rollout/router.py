@@ -4,13 +4,14 @@ Invariants:
 - A call's tokens so far are never thrown away: a host that stops it returns them, and the next one continues after
   them, under the same seed. A lost connection costs what its host had not returned, and is sampled again.
 - A host is asked only while its status says ROLLOUT; one that failed is left alone until it says something new, or
-  for `AVOID_S`.
+  for `AVOID_S`. A call that a host holds when it is LOST goes on elsewhere: a process that hangs closes no connection.
 - A call that is taken away from an overloaded host goes on elsewhere with its tokens; it is asked back once.
 - No failure of a host ends a call: it ends with a completion, a refusal of the request itself, or its caller's
   cancellation.
 
-Awaits: a call in flight is woken by its host (at most `call_timeout_s`); a waiting one by a change of a host's status
-or the end of a call here, and looks again every `LOOK_S`. `balance` looks every `BALANCE_S`.
+Awaits: a call in flight is woken by its host (at most `call_timeout_s`), and looks every `LOOK_S` whether that is LOST;
+a waiting one by a change of a host's status or the end of a call here, and looks again every `LOOK_S`. `balance` looks
+every `BALANCE_S`.
 """
 
 import asyncio
@@ -39,6 +40,8 @@ AVOID_S = 1.0
 BALANCE_S = 0.1
 """Between two looks at the balance: calls that were placed while hosts joined are moved as soon as all have."""
 RECALL_S = 5.0
+LOST_LOOKS = 3
+"""A host without a heartbeat is given up after so many looks: after an outage of the broker all lack one at first."""
 SETTLE_S = 0.1
 """A call that finds no host for less than this is late, not parked."""
 
@@ -150,7 +153,7 @@ class Router:
             )
             self._requests.setdefault(host.host, {})[request.request_id] = call.run
             try:
-                part = await generate(self.session, host.url, request, self.call_timeout_s)
+                part = await self._ask(host, request)
             except NotServedError as error:
                 log.info("host %s did not serve %s: %s", host.host, request.request_id, error)
                 self._avoid(host.host)
@@ -173,6 +176,22 @@ class Router:
             if not recalled:
                 self._avoid(host.host)
             prefer = None
+
+    async def _ask(self, host: HostStatus, request: GenerateRequest) -> Part:
+        """Raises `NotServedError`, `RefusedError`."""
+        asking = asyncio.create_task(generate(self.session, host.url, request, self.call_timeout_s))
+        missed = 0
+        try:
+            while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:
+                status = self.view.values.get(host.host)
+                missed = missed + 1 if status is None else 0
+                if missed >= LOST_LOOKS or (status is not None and status.boot != host.boot):
+                    raise NotServedError("it is lost: its heartbeat has ended")
+            return asking.result()
+        finally:
+            if not asking.done():
+                asking.cancel()
+                await asyncio.wait({asking})
 
     async def balance(self) -> None:
         """Take calls away from overloaded hosts when others have room, until cancelled."""
