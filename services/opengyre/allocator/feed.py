@@ -1,4 +1,4 @@
-"""The log of one run as the allocator follows it: tasks, weights, updates, and which executions ended.
+"""The log of one run as the allocator follows it: tasks, weights, updates, and which executions began and ended.
 
 Invariants: `history` returns all that was in the log when it began, `follow` hands on all that came after, in the
 order of each stream; a broken payload is logged and left out.
@@ -16,29 +16,33 @@ from opengyre.shared.bus import Bus, Stored, follow, read
 
 log = logging.getLogger("gyre.allocator")
 
+FOLLOWED = ("started", "ended")
+"""Of an execution."""
 MANY_GROUPS = 200
-"""Live groups beyond which the ends of all executions are read, instead of those of the live groups."""
+"""Live groups beyond which starts and ends of all executions are read, instead of those of the live groups."""
 
 
 class Feed:
     def __init__(self, bus: Bus, run: str) -> None:
         self._bus = bus
         self._run = run
-        self._filters = {
-            subjects.TASKS: subjects.task(run, "*", "*"),
-            subjects.WEIGHTS: subjects.weights(run, "published"),
-            subjects.UPDATES: subjects.update(run, "*"),
-            subjects.TRAJ: subjects.traj(run, "*", "*", "ended"),
+        self._filters: dict[str, list[str]] = {
+            subjects.TASKS: [subjects.task(run, "*", "*")],
+            subjects.WEIGHTS: [subjects.weights(run, "published")],
+            subjects.UPDATES: [subjects.update(run, "*")],
+            subjects.TRAJ: [subjects.traj(run, "*", "*", event) for event in FOLLOWED],
         }
         self._next: dict[str, int] = {}
         self.queue: asyncio.Queue[Event] = asyncio.Queue(maxsize=4096)
 
     async def history(self, live: Iterable[str]) -> list[Event]:
-        """All events of the run up to now; of executions, the ends in the groups `live`."""
+        """All events of the run up to now; of executions, what those of the groups `live` did."""
         groups = list(live)
-        narrow: dict[str, list[str]] = {stream: [pattern] for stream, pattern in self._filters.items()}
+        narrow = dict(self._filters)
         if len(groups) <= MANY_GROUPS:
-            narrow[subjects.TRAJ] = [subjects.traj(self._run, group, "*", "ended") for group in groups]
+            narrow[subjects.TRAJ] = [
+                subjects.traj(self._run, group, "*", event) for group in groups for event in FOLLOWED
+            ]
         parts = await asyncio.gather(*(self._past(stream, patterns) for stream, patterns in narrow.items()))
         return [event for part in parts for event in part]
 

@@ -207,7 +207,7 @@ class Term:
                     cells=views, live_executions=0, ready_groups=0, dispatch=Dispatch(), elastic=Elastic()
                 )
             else:
-                progress.demand.observe(views, progress.live_executions, now)
+                progress.demand.observe(views, progress.begun_executions, now, _switch_s(cells) or 0.0)
                 given = progress.policy_input(views, _switch_s(cells))
             began = time.perf_counter()
             changes = decide(given)

@@ -16,7 +16,7 @@ from opengyre.proto.base import Event
 from opengyre.proto.decision import AdmissionInput, CellView, GroupEntry, PolicyInput
 from opengyre.proto.run import RunSpec
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskSubmitted
-from opengyre.proto.traj import Ended
+from opengyre.proto.traj import Ended, Started
 from opengyre.proto.update import Committed, Contributed, Opened, RunFinished
 from opengyre.proto.weights import WeightsPublished
 
@@ -38,6 +38,8 @@ class Progress:
         """Group -> its executions that ended and of which the ledger does not know yet."""
         self._ended_live = 0
         """How many of these are of groups that we know."""
+        self._begun: set[str] = set()
+        """Executions that were started and have not ended."""
         self._contributed: set[str] = set()
         self._contributions: set[str] = set()
         self._committed: set[str] = set()
@@ -64,6 +66,8 @@ class Progress:
                 return self._rise(event.group, consumed(self._entry(event.group), event))
             case WeightsPublished():
                 self.published = max(self.published, event.manifest.version)
+            case Started():
+                self._begin(event)
             case Ended():
                 self._end(event)
             case Opened() | Contributed() | Committed():
@@ -91,7 +95,15 @@ class Progress:
         self._committed -= after.trained.keys() | after.dropped.keys()
         return after
 
+    def _begin(self, event: Started) -> None:
+        entry = self.ledger.get(event.group)
+        if event.execution in self._ended.get(event.group, ()):
+            return
+        if entry is None or event.execution in live_of(entry):
+            self._begun.add(event.execution)
+
     def _end(self, event: Ended) -> None:
+        self._begun.discard(event.execution)
         entry = self.ledger.get(event.group)
         if entry is not None and event.execution not in live_of(entry):
             return
@@ -109,6 +121,8 @@ class Progress:
             self._ended_live += len(left) - len(ended) * known
             if left:
                 self._ended[entry.group] = left
+        if not self._begun.isdisjoint(entry.executions):
+            self._begun -= set(entry.executions) - live_of(entry)
         self.ledger.put(entry)
 
     def _take_update(self, event: Opened | Contributed | Committed) -> None:
@@ -135,6 +149,11 @@ class Progress:
     def live_executions(self) -> int:
         """Executions that were dispatched and have not ended, of both purposes."""
         return self.ledger.live_executions - self._ended_live
+
+    @property
+    def begun_executions(self) -> int:
+        """Of the live executions, those that were started: the others will need the engines as soon as they are."""
+        return min(len(self._begun), self.live_executions)
 
     @property
     def waiting_groups(self) -> float:
@@ -197,7 +216,7 @@ class Progress:
             dispatch=self.spec.dispatch,
             elastic=elastic,
             finished=self.finished,
-            demand_calls=self.demand.calls(live),
+            demand_calls=self.demand.calls(live, self.begun_executions),
             switch_s=elastic.switch_s if switch_s is None else switch_s,
             train_s=self.demand.train_s(self.spec.dispatch.group_size),
         )

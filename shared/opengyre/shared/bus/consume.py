@@ -36,6 +36,9 @@ log = logging.getLogger("gyre.bus")
 FETCH_S = 5.0
 LARGE = 1 << 20
 HOPELESS = 10_000
+MANY_PLACES = 16
+PULLERS = 4
+"""Of a worker with `MANY_PLACES` or more."""
 """Deliveries after which a message is given up although no failure was seen: it ends the process that handles it."""
 
 
@@ -189,18 +192,25 @@ async def work(
         finally:
             places.release()
 
-    async with pulling(bus, stream, consumer) as puller, asyncio.TaskGroup() as tasks:
-        while not stop.is_set() and not bus.lost.is_set():
-            if not await _acquired(places, stop):
-                continue
-            delivery = None
-            try:
-                delivery = await puller.take()
-            finally:
-                if delivery is None:
-                    places.release()
-            if delivery is not None:
-                tasks.create_task(handle(delivery))
+    async def pull(tasks: asyncio.TaskGroup) -> None:
+        async with pulling(bus, stream, consumer) as puller:
+            while not stop.is_set() and not bus.lost.is_set():
+                if not await _acquired(places, stop):
+                    continue
+                delivery = None
+                try:
+                    delivery = await puller.take()
+                finally:
+                    if delivery is None:
+                        places.release()
+                if delivery is not None:
+                    tasks.create_task(handle(delivery))
+
+    # Each pulls one message at a time, and a pull costs a round trip: many places are not filled by one alone.
+    pullers = PULLERS if concurrency >= MANY_PLACES else 1
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(pullers):
+            tasks.create_task(pull(tasks))
 
 
 async def _acquired(places: asyncio.Semaphore, stop: asyncio.Event) -> bool:
