@@ -46,6 +46,11 @@ def test_a_cell_with_a_lost_host_is_reported_and_not_counted() -> None:
     assert (alone.report().state, alone.report().wish) == ("lost", "cordoned")
 
 
+def test_a_host_that_was_told_nothing_is_lost_and_not_forgotten() -> None:
+    found = gather({}, {"b": level("b", "train")}, {"a": "c", "b": "elsewhere"})
+    assert [(cell.name, cell.hosts, cell.report().state) for cell in found.values()] == [("c", ("a", "b"), "lost")]
+
+
 def test_a_torn_command_is_seen_and_the_last_one_counts() -> None:
     cell = one([status("a"), status("b")], [level("a", "train", 5), level("b", "rollout", 4)])
     assert (cell.role, cell.torn, cell.settled) == ("train", True, False)

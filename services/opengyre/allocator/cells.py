@@ -21,7 +21,7 @@ _ORDER: dict[Role | None, tuple[HostState, ...]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell: `present` hosts have a heartbeat, `lost` ones have a level and none."""
+    """A cell: `present` hosts have a heartbeat; `lost` ones have none, though a level or a place in `seen`."""
 
     name: str
     present: tuple[HostStatus, ...]
@@ -51,14 +51,17 @@ class Cell:
         return CellReport(cell=self.name, hosts=self.hosts, state=state, role=self.role, wish=self.wish)
 
 
-def gather(statuses: Mapping[str, HostStatus], levels: Mapping[str, DesiredRole]) -> dict[str, Cell]:
-    """All cells that are known, by name."""
+def gather(
+    statuses: Mapping[str, HostStatus], levels: Mapping[str, DesiredRole], seen: Mapping[str, str] | None = None
+) -> dict[str, Cell]:
+    """All cells that are known, by name. `seen`: host -> cell, of hosts that had a heartbeat, told anything or not."""
     members: dict[str, tuple[list[HostStatus], list[str]]] = {}
     for status in statuses.values():
         members.setdefault(status.cell, ([], []))[0].append(status)
-    for host, level in levels.items():
+    away = {**(seen or {}), **{host: level.cell or host for host, level in levels.items()}}
+    for host, cell in away.items():
         if host not in statuses:
-            members.setdefault(level.cell or host, ([], []))[1].append(host)
+            members.setdefault(cell, ([], []))[1].append(host)
     return {name: _cell(name, present, lost, levels) for name, (present, lost) in sorted(members.items())}
 
 

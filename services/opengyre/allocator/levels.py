@@ -26,13 +26,22 @@ class Levels:
         self._view = view
         self._own: dict[str, tuple[DesiredRole, int]] = {}
         """What we wrote, until the mirror shows it."""
+        self._last: dict[str, DesiredRole] = {}
+        """Of the greatest epoch that was seen: what hosts obey, though an older level is put back over it."""
 
     def current(self) -> Snapshot:
         """Host -> level and its revision: the mirror, and what we wrote since."""
         for host in [h for h, (_, revision) in self._own.items() if self._view.revisions.get(h, 0) >= revision]:
             del self._own[host]
         mirror = {host: (level, self._view.revisions[host]) for host, level in self._view.values.items()}
-        return {**mirror, **self._own}
+        found = {**mirror, **self._own}
+        for host, (level, revision) in found.items():
+            last = self._last.get(host, level)
+            if level.epoch < last.epoch:
+                found[host] = (last, revision)
+            else:
+                self._last[host] = level
+        return found
 
     async def command(
         self, seen: Snapshot, cell: Cell, role: Role, reason: str, decision: str | None, wish: Role | None

@@ -57,6 +57,8 @@ class Term:
         self._records = Records(context.bus, self.decisions)
         self._levels = Levels(context.bus, desired)
         self._clocks = Clocks()
+        self._seen: dict[str, str] = {}
+        """Host -> cell, of all that had a heartbeat in this term."""
         self._waiting = Standing(context.waits)
         self._wake = asyncio.Event()
         self._switching = asyncio.Lock()
@@ -74,7 +76,8 @@ class Term:
     def _look(self) -> tuple[dict[str, Cell], Snapshot]:
         """The cells as they are, and the levels that they were made of."""
         seen = self._levels.current()
-        return gather(self._hosts.values, {host: level for host, (level, _) in seen.items()}), seen
+        self._seen.update({host: status.cell for host, status in self._hosts.values.items()})
+        return gather(self._hosts.values, {host: level for host, (level, _) in seen.items()}, self._seen), seen
 
     async def load(self) -> None:
         """Read the ledger and finish what a former leader left half told."""
