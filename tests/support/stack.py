@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from opengyre.cli.demo_client import Api
 from opengyre.cli.demo_driver import Driver
 from opengyre.cli.demo_plan import DemoOptions
 from opengyre.cli.demo_view import Shown
-from opengyre.cli.supervisor_plan import MARK
+from opengyre.cli.supervisor_plan import MARK, EngineName
 from opengyre.cli.up import Options, Running, running
 from opengyre.proto.run import Dispatch, Elastic, Harness, RunSpec
 from opengyre.shared.bus import Bus
@@ -67,12 +67,24 @@ class Whole:
 
 
 @contextlib.asynccontextmanager
-async def whole(state: Path, spec: RunSpec, *, hosts: int = 2, evaluation_tasks: int = 0) -> AsyncIterator[Whole]:
-    """Start a stack with nothing but its defaults, create the run, watch it."""
+async def whole(
+    state: Path,
+    spec: RunSpec,
+    *,
+    hosts: int = 2,
+    evaluation_tasks: int = 0,
+    engine: EngineName = "tiny",
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Whole]:
+    """Start a stack with nothing but its defaults and `environment`, create the run, watch it.
+
+    Every host is a process of its own, whatever its engine.
+    """
     notes: list[str] = []
     settings = load(environment={})
     options = DemoOptions(updates=spec.updates or 1, hosts=hosts, evaluation_tasks=evaluation_tasks)
-    async with running(Options(state, hosts), settings, notes.append) as run:
+    made = Options(state, hosts, engine=engine, host_processes=hosts, environment=environment or {})
+    async with running(made, settings, notes.append) as run:
         assert await run.wait_ready() == {}, notes
         async with Bus(run.stack.nats, "test") as bus, Api(run.stack.gateway, run.stack.api_key) as api:
             driver = Driver(bus, api, options, spec, Shown(updates=options.updates))
