@@ -317,7 +317,7 @@ async def test_cells_follow_work_and_a_lost_host_is_not_counted(stage: Stage, re
 
     await eventually(called_back, every_s=0.2)
     states = {cell.cell: cell.state for cell in (await stage.cells()).cells}
-    assert states == {"cell_h0": "train"}
+    assert states == {"cell_h0": "train", "cell_h1": "lost"}
     roles = [s.event() for s in await read(stage.bus, subjects.DECISIONS, subjects.decision("r"))]
     inputs = [d.input for d in roles if isinstance(d, Decision) and d.kind == "roles"]
     assert all(given is not None and given.cells for given in inputs)
