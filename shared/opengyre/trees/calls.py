@@ -1,0 +1,137 @@
+"""What goes into a tree and what comes out of it: calls, and what became of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+
+from opengyre.trees.blocks import Tokens
+from opengyre.trees.trie import Position
+
+Role = Literal["main", "main-summary", "sub-agent", "sub-agent-summary"]
+ROLES: Final[tuple[Role, ...]] = ("main", "main-summary", "sub-agent", "sub-agent-summary")
+"""The highest first."""
+
+Kind = Literal["root", "extend", "branch", "compaction", "realign", "fork", "retry"]
+"""How a call stands to what was before it. `extend`: its prompt begins with all of another call. `branch`: a context of
+its own (a sub-agent, a parallel call). `compaction`: a history that a summary replaced. `realign`: the same history in
+other tokens (the template, retokenisation). `fork`: a history that was rewritten. `retry`: the prompt of another call
+again. `root`: there is nothing before it."""
+
+Diagnosis = Literal["template", "retokenisation", "edit"]
+
+MAX_TOKEN: Final = 2**31 - 1
+
+
+class BadTokensError(ValueError):
+    """Token ids that are no ids."""
+
+
+def ids(tokens: "Tokens | Sequence[int]") -> Tokens:
+    """As an array; raises `BadTokensError` unless all are whole numbers in [0, 2**31)."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
+        found = tokens
+    else:
+        try:
+            wide = np.asarray(tokens if len(tokens) else (), dtype=None if len(tokens) else np.int32)
+        except (ValueError, OverflowError) as error:
+            raise BadTokensError("token ids are not numbers") from error
+        if wide.ndim != 1 or wide.dtype.kind not in "iu" or (len(wide) and int(wide.max()) > MAX_TOKEN):
+            raise BadTokensError(f"token ids are not whole numbers from 0 to {MAX_TOKEN}")
+        found = wide.astype(np.int32)
+    if len(found) and int(found.min()) < 0:
+        raise BadTokensError(f"token ids are not whole numbers from 0 to {MAX_TOKEN}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A call as it was seen. Its prompt is either whole, or what follows `prefix` tokens of its parent."""
+
+    call: str
+    """Identifier, unique in the tree."""
+    prompt: Tokens | Sequence[int]
+    sampled: Tokens | Sequence[int]
+    parent: str | None = None
+    """The call that it declares to go on from. With a whole prompt it is looked at first, and verified."""
+    prefix: int | None = None
+    """How many leading tokens of the parent's prompt and completion come before `prompt`. None: `prompt` is whole."""
+    order: int = 0
+    """Place in the log; calls of one place are ordered by their ids."""
+    fault: str | None = None
+    """Why its completion cannot be trained; it is context all the same."""
+    role: Role | None = None
+    """None: not known, which is as `main`."""
+    kind: Kind | None = None
+    """What it is known to be where it does not extend, from the format or the harness."""
+    execution: str = ""
+    """Calls of different executions share nodes and nothing else: neither is before the other."""
+    payload: object = None
+    """Whatever else makes two deliveries equal."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A call in its place. Two are the same if they are one object."""
+
+    given: Given
+    start: Position
+    """Where its prompt ends and its completion begins."""
+    end: Position
+    parent: "Node | None" = None
+    """The earlier call that it goes on from: the whole of it begins this prompt."""
+    related: "Node | None" = None
+    """The earlier call that shares most with it; `parent` where it extends."""
+    kind: Kind = "root"
+    offset: int = 0
+    """How many tokens of its prompt are tokens of `related`: where it diverges."""
+    diagnosis: Diagnosis | None = None
+    """Why a `realign` or `fork` diverges."""
+    parent_missing: bool = False
+    """It declared a parent that never came."""
+    refused: str | None = None
+    """Why it is not trained: its own fault, or `superseded` by another call of the same prompt."""
+    children: "list[Node]" = field(default_factory=list)
+    """Calls whose `parent` it is."""
+
+    @property
+    def call(self) -> str:
+        return self.given.call
+
+    @property
+    def role(self) -> Role:
+        return self.given.role or "main"
+
+    @property
+    def events(self) -> int:
+        """Sampled tokens."""
+        return self.end.depth - self.start.depth
+
+    @property
+    def length(self) -> int:
+        return self.end.depth
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a tree amounts to."""
+
+    calls: int
+    events: int
+    """Tokens that were sampled, each call's."""
+    path_tokens: int
+    """Prompts and completions without sharing."""
+    unique_nodes: int
+    """Tokens at distinct prefixes."""
+    leaves: int
+    refused: dict[str, int]
+    """Reason -> calls that are not trained."""
+    transitions: dict[str, int]
+    """Class -> calls; roots are none."""
+    diagnoses: dict[str, int]
+
+    @property
+    def dedup_ratio(self) -> float:
+        """How many times a token is repeated in the prompts; 1 where there is nothing."""
+        return self.path_tokens / self.unique_nodes if self.unique_nodes else 1.0
