@@ -73,7 +73,9 @@ class Operator:
         verb = self.random.choices(list(self.verbs), list(self.verbs.values()))[0]
         cell = self.random.choice(names)
         if verb == "kill" and self._pid(cell) is None:
-            cell = next((name for name in names if self._pid(name) is not None), cell)
+            # All may be on their way: the supervisor starts who dies often only after a while.
+            assert await self.stack.wait(lambda: any(map(self._pid, names)), OBEY_S)
+            cell = next(name for name in names if self._pid(name) is not None)
         waits = self.random.random() < 0.5 and self._pid(cell) is not None
         if verb == "kill":
             self.kill(cell)
