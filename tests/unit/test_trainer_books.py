@@ -98,12 +98,12 @@ def test_inside_a_burst_nothing_is_published() -> None:
 
 
 def test_a_change_of_mu_skips_no_publication() -> None:
-    """After a publication at 2, mu 3 becomes 2, and version 4 ends the burst although 4 is no multiple of 3."""
-    before = Record(run="r", version=3, published=2)
-    for mu, wanted in ((1, 4), (2, 4), (3, 2)):
+    """After the publication of 2, a burst of 3 ends with 5, which is no multiple of 3."""
+    before = Record(run="r", version=4, published=2)
+    for mu, wanted in ((1, 5), (2, 5), (3, 5), (4, 2), (5, 2)):
         spec = msgspec.structs.replace(SPEC, updates=None, dispatch=Dispatch(mu=mu, batch_groups=2, group_size=2))
         assert (
-            next_record(before, spec, update(4), GROUPS, Stepped(1.0), (), dropped={}, opened_s=1).published == wanted
+            next_record(before, spec, update(5), GROUPS, Stepped(1.0), (), dropped={}, opened_s=1).published == wanted
         )
 
 
