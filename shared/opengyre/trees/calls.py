@@ -21,6 +21,14 @@ again. `root`: there is nothing before it."""
 
 Diagnosis = Literal["template", "retokenisation", "edit"]
 
+
+def base(role: Role | None) -> Role:
+    """The role whose history a summary sums up; of any other, itself."""
+    if role is None or role == "main-summary":
+        return "main"
+    return "sub-agent" if role == "sub-agent-summary" else role
+
+
 MAX_TOKEN: Final = 2**31 - 1
 
 
@@ -88,6 +96,8 @@ class Node:
     """How many tokens of its prompt are tokens of `related`: where it diverges."""
     diagnosis: Diagnosis | None = None
     """Why a `realign` or `fork` diverges."""
+    summary: "Node | None" = None
+    """Of a `compaction`: the call whose completion is carried over."""
     parent_missing: bool = False
     """It declared a parent that never came."""
     refused: str | None = None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from opengyre.trees.blocks import Tokens
-from opengyre.trees.calls import Diagnosis, Kind, Node
+from opengyre.trees.calls import Diagnosis, Kind, Node, base
 from opengyre.trees.earlier import Earlier
 from opengyre.trees.trie import Trie
 
@@ -84,7 +84,7 @@ def _classify(
 
 
 def _divergence(trie: Trie, node: Node, related: Node, offset: int, before: Sequence[Node], texts: Texts) -> Kind:
-    if node.role != related.role:
+    if base(node.given.role) != base(related.given.role):
         return "branch"
     rest = trie.tokens(node.start, offset)
     if offset > related.start.depth:
@@ -94,14 +94,16 @@ def _divergence(trie: Trie, node: Node, related: Node, offset: int, before: Sequ
     while one is not None and one.length > offset and len(lineage) < LOOK_BACK:
         lineage.append(one)
         one = one.parent
-    found = sum(_comes_again(trie, past, rest, texts) for past in lineage)
+    found = [past for past in lineage if _comes_again(trie, past, rest, texts)]
     shorter = 2 * len(rest) < related.length - offset
-    if found * 2 > len(lineage) and not (len(lineage) == 1 and shorter):
+    if len(found) * 2 > len(lineage) and not (len(lineage) == 1 and shorter):
         return "fork"
+    if not found and node.start.depth < related.length:
+        found = [past for past in reversed(before) if past not in lineage and _comes_again(trie, past, rest, texts)]
     if found:
+        node.summary = found[0]
         return "compaction"
-    elsewhere = any(_comes_again(trie, past, rest, texts) for past in before if past not in lineage)
-    return "compaction" if elsewhere and node.start.depth < related.length else "branch"
+    return "branch"
 
 
 def _comes_again(trie: Trie, past: Node, rest: Tokens, texts: Texts) -> bool:
