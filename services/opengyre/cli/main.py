@@ -18,6 +18,7 @@ from opengyre.cli import (
     status,
     streams,
     tasks,
+    trajectory,
     tune,
     updown,
 )
@@ -35,6 +36,7 @@ app = typer.Typer(
 
 MODULES = (
     updown, demo, doctor, status, runs, tasks, hosts, staleness, decisions, knobs, streams, simulate, tune, bench,
+    trajectory,
 )  # fmt: skip
 for module in MODULES:
     module.register(app)
