@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from opengyre.gateway import examples, models
 from opengyre.gateway.deps import is_unicode
 from opengyre.gateway.problems import Problem, of_validation, response
-from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec
+from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec, Sampling
 from opengyre.proto.task import Check, TaskSpec
 from opengyre.proto.task_rules import InvalidTaskError, validate_task
 
@@ -45,6 +45,7 @@ def problem_of(document: Any, kind: Any = SUBMISSION) -> Problem:
         (models.DispatchIn, Dispatch, set()),
         (models.HarnessIn, Harness, set()),
         (models.OptimizationIn, Optimization, set()),
+        (models.SamplingIn, Sampling, set()),
         (models.ElasticIn, Elastic, set()),
         (models.RunIn, RunSpec, {"state"}),
     ],

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 import torch
 
@@ -106,6 +107,19 @@ def test_the_gap_to_the_engine_is_measured_under_the_temperature() -> None:
     assert (stats.max_ratio, stats.loss) == pytest.approx((1.0, -1.0), abs=1e-4)
     exact = -(logp[1:3].exp() * logp[1:3]).sum()
     assert stats.entropy_sum == pytest.approx(float(exact), rel=1e-4)
+
+
+def test_a_span_weighs_its_tokens() -> None:
+    model = _model()
+    span = Span(start=2, end=4, logprobs=(-1.0, -1.0), versions=(5, 5), temperature=1.0)
+    gradients = []
+    for weight, of_span in ((1.0, 1.0), (0.5, 2.0), (1.0, 2.0)):
+        accumulator = zero_gradients(model)
+        item = Item(Sequence(tokens=(3, 7, 9, 11), spans=(msgspec.structs.replace(span, weight=of_span),)), 1.0, weight)
+        accumulate(model, [item], accumulator)
+        gradients.append(torch.cat([tensor.flatten() for tensor in accumulator.values()]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.allclose(2 * gradients[0], gradients[2])
 
 
 def test_batches_hold_like_lengths_within_the_limit() -> None:

@@ -1,9 +1,11 @@
 """The tree of an execution: each sampled token is trained once, whatever the shape."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.learn import gradient
+from opengyre.proto.run import Sampling
 from opengyre.proto.traj import Call, VersionSpan
 from opengyre.trajectory.tree import paths
 
@@ -86,7 +88,7 @@ def test_each_reason() -> None:
         "token_id": call("a", None, 0, (-1,), (2,)),
         "temperature": call("a", None, 0, (1,), (2,), temperature=0.0),
         "version_spans": call("a", None, 0, (1,), (2, 3), versions=(span,)),
-        "parent_missing": call("a", "nobody", 0, (1,), (2,)),
+        "parent_missing": call("a", "nobody", 1, (1,), (2,)),
         "prefix_length": call("a", None, 5, (1,), (2,)),
     }
     for reason, one in wrong.items():
@@ -94,6 +96,30 @@ def test_each_reason() -> None:
         assert (found.refused, found.sequences) == ({reason: 1}, ()), reason
     assert paths([A, call("a", None, 0, (1,), (9,))]).refused == {"conflicting_call": 1}
     assert paths([A, A]).refused == {}
+
+
+def test_a_whole_prompt_needs_no_parent() -> None:
+    found = paths([call("a", "nobody", 0, (1,), (2,))])
+    assert (found.refused, found.trained_tokens) == ({}, 1)
+
+
+def test_a_bound_leaves_out_and_says_what() -> None:
+    calls = [A, call("b", None, 0, (7, 7, 7, 7), (8, 8, 8)), call("c", "a", 4, (9,), (9,))]
+    assert paths(calls).left_out == {}
+    found = paths(calls, Sampling(j_max=1), seed=3)
+    assert [(s.role, s.tokens) for s in found.sequences] == [("main", (1, 2, 3, 4, 9, 9))]
+    assert found.left_out == {"sub-agent": 3}
+    assert (found.path_tokens, found.unique_tokens, found.transitions) == (17, 13, {"branch": 1, "extend": 1})
+    assert paths(calls, Sampling(j_max=2), seed=3).left_out == {}
+
+
+def test_alternatives_that_share_a_prompt_share_their_weight_if_so_wished() -> None:
+    calls = [call(n, None, 0, (1,), (t,)) for n, t in (("a", 2), ("b", 3))]
+    calls += [call("c", "a", 2, (4,), (5,)), call("d", "b", 2, (4,), (5,)), call("e", "b", 2, (6,), (7,))]
+    for sampling, expected in ((Sampling(), {1.0}), (Sampling(alternatives="leaves"), {5 / 8, 10 / 8})):
+        spans = [span for s in paths(calls, sampling).sequences for span in s.spans]
+        assert {round(span.weight, 9) for span in spans} == {round(weight, 9) for weight in expected}
+        assert sum(span.weight * (span.end - span.start) for span in spans) == pytest.approx(5)
 
 
 def test_a_call_moved_between_hosts_has_a_version_for_each_token() -> None:

@@ -21,6 +21,8 @@ class Span(Record, frozen=True, kw_only=True):
     versions: tuple[int, ...]
     """The weight version that sampled each token."""
     temperature: float
+    weight: float = 1.0
+    """Of each of its tokens, relative to the others of the execution: 1 in the mean over what is trained of it."""
 
 
 class Sequence(Record, frozen=True, kw_only=True):
@@ -28,6 +30,8 @@ class Sequence(Record, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
+    role: str = "main"
+    """`main`, `main-summary`, `sub-agent` or `sub-agent-summary`: whose path it is."""
 
 
 class Member(Record, frozen=True, kw_only=True):
@@ -41,6 +45,12 @@ class Member(Record, frozen=True, kw_only=True):
     trained_tokens: int
     path_tokens: int
     """Tokens of all calls' prompts and completions, without sharing."""
+    unique_tokens: int = 0
+    """The same with sharing: tokens at distinct prefixes."""
+    left_out: dict[str, int] = {}
+    """Role -> sampled tokens that the bound on paths left out."""
+    transitions: dict[str, int] = {}
+    """How calls stand to those before: extend, branch, compaction, realign, fork, retry -> calls."""
 
 
 class GroupReady(Event, frozen=True, kw_only=True, tag="group.ready.v1"):

@@ -83,6 +83,18 @@ class Optimization(Record, frozen=True, kw_only=True):
     advantage: Literal["grpo", "loo", "no_std"] = "grpo"
 
 
+class Sampling(Record, frozen=True, kw_only=True):
+    """Which paths of an execution's tree are trained (design section 6; the paper's bounded deduplicating sampling)."""
+
+    j_max: int | None = None
+    """Paths of an execution at most: drawn by role, in proportion to the tokens that are left. None: all of them."""
+    seed: int = 0
+    """Of the draws, with that of the execution."""
+    alternatives: Literal["structural", "leaves"] = "structural"
+    """Two answers to one prompt that were both gone on from: all in one world, each token counts once; or worlds of
+    their own, each token weighted by the share of leaves below it."""
+
+
 class Elastic(Record, frozen=True, kw_only=True):
     """Which cells serve and which train (design section 4; the allocations of the paper's Table 1)."""
 
@@ -127,6 +139,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
     dispatch: Dispatch = Dispatch()
     harness: Harness = Harness()
     optimization: Optimization = Optimization()
+    sampling: Sampling = Sampling()
     elastic: Elastic = Elastic()
     state: RunState = "active"
     """One run is active at a time in a stack."""
@@ -176,6 +189,8 @@ def validate(spec: RunSpec) -> RunSpec:
         *_optional("dispatch.continuous", d.continuous, 1, 1_000_000),
         # A burst of mu updates trains what was admitted before it: its last update is mu - 1 versions away.
         *_optional("dispatch.d_max", d.d_max, d.mu - 1, 10_000),
+        *_optional("sampling.j_max", spec.sampling.j_max, 1, 1_000_000),
+        ("sampling.seed", spec.sampling.seed, 0, 2**63 - 1),
         *_optional("elastic.max_rollout_cells", e.max_rollout_cells, max(1, e.min_rollout_cells), 10_000),
         *_optional("elastic.max_train_cells", e.max_train_cells, max(1, e.min_train_cells), 10_000),
         *_optional("elastic.switch_s", e.switch_s, 0, 86_400),

@@ -93,6 +93,8 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     """Of each move to another host: how long nobody worked on it, without parking."""
     duration_s: float = 0.0
     """From the request to the answer, parking included."""
+    role: Literal["main", "main-summary", "sub-agent", "sub-agent-summary"] | None = None
+    """By the harness's profile; None: the shape of the tree tells it."""
     history_digest: str = ""
     """SHA-256 chain over the messages up to and including the answer: a request whose messages begin with these
     extends this call, also for a writer that took over and never saw them."""

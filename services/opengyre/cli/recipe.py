@@ -20,12 +20,18 @@ import msgspec
 
 from opengyre.cli.task_files import TaskFileError, known, load_tasks
 from opengyre.proto.ids import BadIdentifierError, check_run
-from opengyre.proto.run import Dispatch, Elastic, Harness, InvalidRunError, Optimization, RunSpec, validate
+from opengyre.proto.run import Dispatch, Elastic, Harness, InvalidRunError, Optimization, RunSpec, Sampling, validate
 from opengyre.proto.task import TaskSpec
 from opengyre.shelltasks.tasks import generate
 
 MAX_COUNT = 1_000_000
-PARTS = {"dispatch": Dispatch, "harness": Harness, "optimization": Optimization, "elastic": Elastic}
+PARTS = {
+    "dispatch": Dispatch,
+    "harness": Harness,
+    "optimization": Optimization,
+    "sampling": Sampling,
+    "elastic": Elastic,
+}
 
 
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):

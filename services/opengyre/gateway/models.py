@@ -176,6 +176,16 @@ class OptimizationIn(Input):
     advantage: Literal["grpo", "loo", "no_std"] = "grpo"
 
 
+class SamplingIn(Input):
+    """Which paths of an execution's tree are trained."""
+
+    j_max: int | None = ranged(None, 1, 1_000_000, description="Paths of an execution at most; null: all")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    alternatives: Literal["structural", "leaves"] = Field(
+        default="structural", description="leaves: answers to one prompt that were both gone on from share their weight"
+    )
+
+
 class ElasticIn(Input):
     """Which cells serve and which train."""
 
@@ -203,6 +213,7 @@ class RunIn(Input):
     dispatch: DispatchIn = DispatchIn()
     harness: HarnessIn = HarnessIn()
     optimization: OptimizationIn = OptimizationIn()
+    sampling: SamplingIn = SamplingIn()
     elastic: ElasticIn = ElasticIn()
 
     def spec(self) -> RunSpec:

@@ -48,6 +48,8 @@ class Assembled:
 @dataclass(frozen=True, slots=True)
 class _Execution:
     execution: str
+    seed: int
+    """Of its dispatch."""
     score: float | None
     reason: str
     """Why it has no score."""
@@ -134,16 +136,18 @@ def _dispatch(logs: dict[str, tuple[TrajEvent, ...]]) -> EpisodeDispatch:
 
 def _execution(name: str, log: tuple[TrajEvent, ...]) -> _Execution:
     calls = tuple(event for event in log if isinstance(event, Call))
-    if any(event.index != place for place, event in enumerate(log)):
-        return _Execution(name, None, "broken_log", ())
+    start = next((event for event in log if isinstance(event, Started)), None)
+    if start is None or any(event.index != place for place, event in enumerate(log)):
+        return _Execution(name, 0, None, "broken_log", ())
+    seed = start.dispatch.seed
     ended = next(event for event in log if isinstance(event, Ended))
     verdict = next((event for event in reversed(log) if isinstance(event, Verified)), None)
     if ended.reason == "infra" or (verdict is not None and verdict.infra_error is not None):
-        return _Execution(name, None, "infra", calls)
+        return _Execution(name, seed, None, "infra", calls)
     if verdict is None:
-        return _Execution(name, None, "not_verified", calls)
+        return _Execution(name, seed, None, "not_verified", calls)
     score = score_of(verdict.parts)
-    return _Execution(name, score, "" if score is not None else "no_valid_parts", calls)
+    return _Execution(name, seed, score, "" if score is not None else "no_valid_parts", calls)
 
 
 def _close(
@@ -199,7 +203,7 @@ def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: 
     for execution in executions:
         if execution.score is None:
             continue
-        found = paths(execution.calls)
+        found = paths(execution.calls, dispatch.sampling, execution.seed)
         refused.update(found.refused)
         members.append(
             Member(
@@ -209,6 +213,9 @@ def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: 
                 sequences=found.sequences,
                 trained_tokens=found.trained_tokens,
                 path_tokens=found.path_tokens,
+                unique_tokens=found.unique_tokens,
+                left_out=found.left_out,
+                transitions=found.transitions,
             )
         )
     return GroupReady(

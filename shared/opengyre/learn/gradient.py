@@ -37,7 +37,7 @@ class PolicyModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A sequence with what it is worth: `weight` is the absolute weight of each trained token."""
+    """A sequence with what it is worth: `weight` is the absolute weight of each trained token, times its span's."""
 
     sequence: group.Sequence
     advantage: float
@@ -144,7 +144,7 @@ def _table(batch: Sequence[Item], dtype: torch.dtype) -> _Table:
             versions.extend(span.versions)
             temperature.extend([span.temperature] * count)
             advantage.extend([item.advantage] * count)
-            weight.extend([item.weight] * count)
+            weight.extend([item.weight * span.weight] * count)
     at, before = torch.tensor(rows), torch.tensor(columns)
     return _Table(
         tokens=tokens,

@@ -75,6 +75,8 @@ class Given:
     """What it is known to be where it does not extend, from the format or the harness."""
     execution: str = ""
     """Calls of different executions share nodes and nothing else: neither is before the other."""
+    wanted: bool = False
+    """One of several answers to a prompt that were all asked for: another does not supersede it."""
     payload: object = None
     """Whatever else makes two deliveries equal."""
 

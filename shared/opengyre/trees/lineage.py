@@ -55,7 +55,7 @@ def relate(trie: Trie, nodes: Sequence[Node], texts: Texts) -> None:
         by_name[node.call] = node
         earlier.see(node)
     for same in earlier.prompts():
-        used = [node for node in same if node.children] or same[-1:]
+        used = [node for node in same if node.children or node.given.wanted] or same[-1:]
         for node in same:
             if node not in used:
                 node.refused = node.refused or "superseded"
