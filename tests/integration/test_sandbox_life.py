@@ -29,7 +29,7 @@ pytestmark = [
 DEFAULTS = Spec(sandbox="", workspace_mb=4, memory_mb=128, pids=32)
 
 
-async def until(condition: Callable[[], bool], bound_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], bound_s: float = 30.0) -> None:
     """What is waited for is state of the system; it has no event."""
     async with asyncio.timeout(bound_s):
         while not condition():  # noqa: ASYNC110
