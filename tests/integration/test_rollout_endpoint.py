@@ -74,7 +74,7 @@ async def test_a_completion_has_openais_shape_and_is_recorded_first(live: Live) 
     assert choice["finish_reason"] == "stop"
     assert [token["logprob"] for token in choice["logprobs"]["content"]] == list(call.logprobs)
     assert body["usage"]["completion_tokens"] == len(call.sampled_ids)
-    assert body["usage"]["prompt_tokens"] == len(call.prompt_ids)
+    assert body["usage"]["prompt_tokens"] == call.prefix_tokens + len(call.prompt_ids)
     assert body["id"].endswith(f"{call.execution}-{call.call}")
 
 
@@ -123,10 +123,12 @@ async def test_a_longer_history_continues_the_recorded_call_by_its_ids(live: Liv
     assert status == 200
     before, after = (await live.calls())[-2:]
     assert after.parent == before.call
-    assert after.prefix_tokens == len(before.prompt_ids) + len(before.sampled_ids)
+    assert after.prefix_tokens == before.prefix_tokens + len(before.prompt_ids) + len(before.sampled_ids)
     rewritten = [{"role": "user", "content": "another"}, *messages[1:]]
     await live.post({"messages": rewritten})
-    assert (await live.calls())[-1].parent is None
+    forked = (await live.calls())[-1]
+    assert forked.transition == "fork"
+    assert forked.prefix_tokens < before.prefix_tokens + len(before.prompt_ids)
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -135,9 +137,13 @@ REFUSED: list[tuple[Any, str]] = [
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "owl", "content": "x"}]}, "owl"),
     ({"messages": "x"}, "messages"),
-    (chat(n=2), "n must be 1"),
+    (chat(n=0), "n must be 1 to"),
     (chat(tools=[{"type": "function"}]), "tools"),
-    (chat(stop=["x"]), "stop"),
+    (chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 3}}}]), "JSON Schema"),
+    (chat(tool_choice={"type": "function", "function": {"name": "f"}}), "tool_choice"),
+    (chat(stop=[""]), "stop"),
+    (chat(top_logprobs=2), "top_logprobs"),
+    (chat(response_format={"type": "json_object"}), "response_format"),
     (chat(max_tokens=0), "max_tokens must be at least 1"),
 ]
 

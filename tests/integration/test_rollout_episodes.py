@@ -305,6 +305,7 @@ async def test_a_stop_gives_the_episode_back_between_events(stack: Stack) -> Non
         events = await stack.log(each)
         assert kinds([event for event in events if not isinstance(event, TakenOver)]) == WHOLE
     taken = [event for event in [*await stack.log(episode), *await stack.log(blocker)] if isinstance(event, TakenOver)]
-    assert [event.replica for event in taken] == ["two"]
+    assert taken, "one of them was the first replica's, or both"
+    assert {event.replica for event in taken} == {"two"}
     assert len(stack.sandboxes.ran) == len(set(stack.sandboxes.ran)) == 4
     assert max(stack.sandboxes.created.values()) == 1

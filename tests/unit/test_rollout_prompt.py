@@ -46,7 +46,7 @@ def test_a_conversation_is_its_sampled_ids_and_what_is_new(turns: list[tuple[lis
         prompt = build(messages, history, TOKENIZER)
         assert list(prompt.tokens) == TOKENIZER.render(as_ids)
         call = record(number, history, messages, ids)
-        assert (call.parent is None) is (number == 0)
+        assert call.parent == (None if number == 0 else f"c{number - 1}")
         assert history.tokens(call) == [*prompt.tokens, *ids]
         messages += [answer(call.text), {"role": "tool", "content": seen}]
         as_ids += [{"role": "assistant", "token_ids": ids}, {"role": "tool", "content": seen}]

@@ -44,9 +44,13 @@ class Dispatch(Record, frozen=True, kw_only=True):
 class Harness(Record, frozen=True, kw_only=True):
     """The agent, its model calls and its budgets."""
 
-    agent: Literal["shell", "synthetic"] = "shell"
-    """`shell` works in a sandbox. `synthetic` is a load: it makes calls of drawn lengths, opens no sandbox and is
-    scored by a draw."""
+    agent: Literal["shell", "synthetic", "program"] = "shell"
+    """`shell` works in a sandbox. `program` is any program, run in the sandbox, that calls the model by the OpenAI or
+    the Anthropic API. `synthetic` is a load: it makes calls of drawn lengths, opens no sandbox and is scored by a
+    draw."""
+    program: str | None = None
+    """The command line of `program`, run by `sh` in /workspace; it finds the task's instruction in `GYRE_INSTRUCTION`,
+    and addresses, key and model in the variables that clients of these APIs read."""
     system: str | None = None
     """System prompt; none by default."""
     max_turns: int = 4
@@ -200,6 +204,8 @@ def validate(spec: RunSpec) -> RunSpec:
     for name, value, low, high in ranges:
         if not low <= value <= high:
             raise InvalidRunError(f"{name} is {value}; allowed are values from {low} to {high}")
+    if h.agent == "program" and not (h.program or "").strip():
+        raise InvalidRunError("harness.program is empty; allowed is a command line, since harness.agent is program")
     depth = (d.phi + d.mu) * d.batch_groups
     if depth != int(depth):
         raise InvalidRunError(

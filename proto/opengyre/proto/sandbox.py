@@ -16,7 +16,7 @@ from opengyre.proto.subjects import rpc
 from opengyre.proto.task import Check
 
 SERVICE = "sandbox"
-VERBS = ("exec", "verify", "renew", "destroy", "list", "read", "write", "stat")
+VERBS = ("exec", "verify", "renew", "destroy", "list", "read", "write", "stat", "forward")
 
 # `RpcError.kind` of this service.
 ErrorKind = Literal[
@@ -277,3 +277,28 @@ class WriteResult(Record, frozen=True, kw_only=True):
     """Absolute path in the sandbox."""
     size: int
     """Bytes written."""
+
+
+class ForwardRequest(Record, frozen=True, kw_only=True):
+    """Let what runs in a sandbox reach one address outside (verb ``forward``, answered by `ForwardResult`).
+
+    The sandbox has no network: connections to ``port`` of its own loopback are carried to ``host``:``target_port`` by
+    the service, and to nowhere else. Asked again, a port is pointed to the new address; connections that are open stay.
+    A service that starts again has forgotten it: whoever needs it asks now and then.
+    """
+
+    sandbox: str
+    """The sandbox's id."""
+    port: int
+    """1024 to 65535; where the sandbox is not isolated, a port of the machine's loopback."""
+    host: str
+    """Host name or address, as the service's machine knows it."""
+    target_port: int
+    """1 to 65535."""
+
+
+class ForwardResult(Record, frozen=True, kw_only=True):
+    """The port is open."""
+
+    port: int
+    """As asked for."""

@@ -41,6 +41,8 @@ class Started(TrajEvent, frozen=True, kw_only=True, tag="traj.started.v1"):
 
     dispatch: EpisodeDispatch
     replica: str
+    vocabulary: int | None = None
+    """How many token ids the policy has. None: not known here, and checked by the trainer only."""
 
     def event_id(self) -> str:
         """Two replicas that begin at once must not take each other's append for their own."""
@@ -63,6 +65,22 @@ class SandboxOpened(TrajEvent, frozen=True, kw_only=True, tag="traj.sandbox.v1")
     isolated: bool
 
 
+class ToolCall(Record, frozen=True, kw_only=True):
+    """A tool call that the model made, as the agent was given it."""
+
+    id: str
+    """Unique in the execution; the agent's later requests name it."""
+    name: str
+    arguments: str
+    """The JSON text that was sampled, byte for byte."""
+
+
+Transition = Literal["root", "extend", "branch", "realign", "fork"]
+"""How a prompt stands to the calls before it. `extend`: it begins with all of its parent. `realign`: so it does after a
+history that was written differently was put back in its own tokens. `fork`: the history was rewritten. `branch`: it
+shares a beginning only. `root`: it shares nothing."""
+
+
 class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     """One model call: token ids in, token ids out."""
 
@@ -72,9 +90,10 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     request_digest: str
     """SHA-256 of the client's request body, for answering a retry from the log."""
     parent: str | None
-    """The call whose prompt and completion this prompt extends."""
+    """The call that shares the longest beginning with this prompt."""
     prefix_tokens: int
-    """How many leading tokens of the prompt are the parent's prompt and completion."""
+    """How many leading tokens of the prompt are those of the parent's prompt and completion: where it diverges, if
+    that is less than the whole of it."""
     prompt_ids: tuple[int, ...]
     """The prompt's new token ids, after the prefix."""
     sampled_ids: tuple[int, ...]
@@ -84,7 +103,7 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     temperature: float
     finish_reason: Literal["stop", "length"]
     text: str
-    """The completion as the agent saw it."""
+    """The completion's text, up to the stop string."""
     hosts: tuple[str, ...]
     """Which hosts sampled it, in order; more than one when it was moved."""
     parked_s: float = 0.0
@@ -98,6 +117,18 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     history_digest: str = ""
     """SHA-256 chain over the messages up to and including the answer: a request whose messages begin with these
     extends this call, also for a writer that took over and never saw them."""
+    api: Literal["chat", "completions", "messages"] = "chat"
+    """By which API it was asked for."""
+    choice: int = 0
+    """Which of the request's choices it is, from 0."""
+    choices: int = 1
+    """How many choices the request asked for: siblings that were all wanted."""
+    content: str | None = None
+    """What the agent saw beside the tool calls; None: `text`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop: str | None = None
+    """The stop string that ended it; what was sampled after its last token is not here."""
+    transition: Transition | None = None
 
 
 class ToolResult(TrajEvent, frozen=True, kw_only=True, tag="traj.tool.v1"):

@@ -148,8 +148,13 @@ class DispatchIn(Input):
 class HarnessIn(Input):
     """The agent, its model calls and its budgets."""
 
-    agent: Literal["shell", "synthetic"] = Field(
-        default="shell", description="synthetic: a load of drawn lengths, without a sandbox, scored by a draw"
+    agent: Literal["shell", "synthetic", "program"] = Field(
+        default="shell",
+        description="program: any program that calls the model, run in the sandbox; "
+        "synthetic: a load of drawn lengths, without a sandbox, scored by a draw",
+    )
+    program: str | None = Field(
+        default=None, max_length=task_rules.MAX_TEXT, description="Command line of the agent program"
     )
     system: str | None = Field(default=None, max_length=task_rules.MAX_TEXT)
     max_turns: int = ranged(4, 1, 100_000)
@@ -218,7 +223,7 @@ class RunIn(Input):
 
     def spec(self) -> RunSpec:
         """The struct, with every rule checked; raises `Problem`."""
-        for field, text in (("model", self.model), ("harness.system", self.harness.system or "")):
+        for field, text in (("model", self.model), ("harness.system", self.harness.system or ""), ("harness.program", self.harness.program or "")):
             if not task_rules.printable(text):
                 raise Problem(422, f"{field} contains NUL or half of a surrogate pair", field=field)
         if not self.model.startswith("/"):

@@ -1,15 +1,19 @@
-"""The HTTP side: each live execution's endpoint, `/x/<execution>/v1/...`, in OpenAI's shape.
+"""The HTTP side: each live execution's endpoint, `/x/<execution>/v1/...`, in OpenAI's and in Anthropic's shape.
 
 An execution's key is an HMAC of its id under a secret of the installation, so that every replica knows it and nothing
 has to be handed over.
+
+Awaits: a request is woken by its recorded calls; a stream meanwhile says every `KEEP_ALIVE_S` that it waits.
 """
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
@@ -17,8 +21,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from opengyre.proto.traj import Call
-from opengyre.rollout import openai
-from opengyre.rollout.openai import ApiError, ChatRequest
+from opengyre.rollout import anthropic, completions, openai
+from opengyre.rollout.ask import ApiError, Ask
 from opengyre.rollout.recorder import Recorder
 
 MAX_BODY = 8 << 20
@@ -47,6 +51,39 @@ def load_secret(folder: Path) -> bytes:
     return path.read_bytes()
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """How an API writes what all of them have."""
+
+    parse: Callable[[bytes, str], Ask]
+    completion: Callable[[Sequence[Call], str, openai.Tokens], bytes]
+    stream: Callable[..., Iterator[bytes]]
+    error_body: Callable[[ApiError], bytes]
+    stream_error: Callable[[ApiError], Iterator[bytes]]
+    status: Callable[[ApiError], int]
+    waiting: bytes
+
+
+def _status(error: ApiError) -> int:
+    return error.status
+
+
+_COMMENT = b": waiting\n\n"
+CHAT = Dialect(
+    openai.parse, openai.completion, openai.stream, openai.error_body, openai.stream_error, _status, _COMMENT
+)
+COMPLETIONS = Dialect(
+    completions.parse, completions.completion, completions.stream,
+    openai.error_body, openai.stream_error, _status, _COMMENT,
+)  # fmt: skip
+MESSAGES = Dialect(
+    anthropic.parse, anthropic.completion, anthropic.stream,
+    anthropic.error_body, anthropic.stream_error, anthropic.status_of, anthropic.waiting(),
+)  # fmt: skip
+
+Handler = Callable[[Recorder, Request], Awaitable[Response]]
+
+
 class Endpoints:
     """The live executions' recorders, by execution."""
 
@@ -55,7 +92,7 @@ class Endpoints:
         self._recorders: dict[str, Recorder] = {}
 
     def key(self, execution: str) -> str:
-        """The bearer key of an execution's endpoint."""
+        """The key of an execution's endpoint."""
         return "gyre-" + hmac.new(self._secret, execution.encode(), hashlib.sha256).hexdigest()
 
     def open(self, recorder: Recorder) -> None:
@@ -65,52 +102,77 @@ class Endpoints:
         self._recorders.pop(execution, None)
 
     def routes(self) -> Sequence[BaseRoute]:
+        served: tuple[tuple[str, str, Dialect, Handler], ...] = (
+            ("POST", "chat/completions", CHAT, functools.partial(_ask, CHAT)),
+            ("POST", "completions", COMPLETIONS, functools.partial(_ask, COMPLETIONS)),
+            ("POST", "messages", MESSAGES, functools.partial(_ask, MESSAGES)),
+            ("POST", "messages/count_tokens", MESSAGES, _count),
+            ("GET", "models", CHAT, _models),
+            ("GET", "models/{model}", CHAT, _models),
+        )
         return [
-            Route("/x/{execution}/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/x/{execution}/v1/models", self._models, methods=["GET"]),
+            Route(f"/x/{{execution}}/v1/{path}", self._serve(dialect, handler), methods=[method])
+            for method, path, dialect, handler in served
         ]
+
+    def _serve(self, dialect: Dialect, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def serve(request: Request) -> Response:
+            try:
+                return await handler(self._recorder(request), request)
+            except ClientDisconnect:
+                return Response(status_code=GONE)
+            except ApiError as error:
+                headers = {"x-should-retry": "true" if error.retry else "false"}
+                if error.retry_after_s is not None:
+                    headers["retry-after"] = f"{error.retry_after_s:g}"
+                return _json(dialect.error_body(error), dialect.status(error), headers)
+
+        return serve
 
     def _recorder(self, request: Request) -> Recorder:
         execution = request.path_params["execution"]
-        given = request.headers.get("authorization", "").partition(" ")[2].strip()
+        bearer = request.headers.get("authorization", "").partition(" ")[2].strip()
+        given = bearer or request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode(), self.key(execution).encode()):
             raise ApiError(
-                401, "Incorrect API key: send the execution's own as a bearer token.", code="invalid_api_key"
+                401,
+                "Incorrect API key: send the execution's own as a bearer token or as x-api-key.",
+                code="invalid_api_key",
             )
         recorder = self._recorders.get(execution)
         if recorder is None:
             raise ApiError(404, f"Execution {execution} is not live here.", code="execution_not_found", retry=True)
         return recorder
 
-    async def _models(self, request: Request) -> Response:
-        try:
-            recorder = self._recorder(request)
-        except ApiError as error:
-            return _refused(error)
-        return _json(openai.models(recorder.dispatch.run))
 
-    async def _chat(self, request: Request) -> Response:
-        try:
-            recorder = self._recorder(request)
-            body = await _body(request)
-            answering = asyncio.create_task(recorder.answer(body))
-            answering.add_done_callback(_collect)
-            done, _ = await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-            while not done:
-                if b'"stream"' in body and openai.parse(body).stream:
-                    return _streamed(_later(recorder, answering))
-                done, _ = await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-            call, chat = answering.result()
-        except ClientDisconnect:
-            return Response(status_code=GONE)
-        except ApiError as error:
-            return _refused(error)
-        if chat.stream:
-            return _streamed(_chunks(recorder, call, chat))
-        return _json(openai.completion(call, recorder.dispatch.run, _texts(recorder, call, chat)))
+async def _models(recorder: Recorder, request: Request) -> Response:
+    run = recorder.dispatch.run
+    name = request.path_params.get("model")
+    if name is None:
+        return _json(openai.models(run))
+    if name != run:
+        raise ApiError(404, f"The model {name!r} does not exist; there is {run!r}.", code="model_not_found")
+    return _json(openai.model(run))
 
 
-def _collect(answering: "asyncio.Task[tuple[Call, ChatRequest]]") -> None:
+async def _count(recorder: Recorder, request: Request) -> Response:
+    return _json(anthropic.counted(recorder.count(anthropic.parse(await _body(request), counting=True))))
+
+
+async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Response:
+    ask = dialect.parse(await _body(request), request.headers.get("idempotency-key", ""))
+    answering = asyncio.create_task(recorder.answer(ask))
+    answering.add_done_callback(_collect)
+    done, _ = await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
+    if ask.stream and not done:
+        return _streamed(_later(dialect, recorder, ask, answering))
+    calls = await answering
+    if ask.stream:
+        return _streamed(_chunks(_events(dialect, recorder, ask, calls)))
+    return _json(dialect.completion(calls, recorder.dispatch.run, _texts(recorder, ask, calls)))
+
+
+def _collect(answering: "asyncio.Task[list[Call]]") -> None:
     """The client may be gone when the call fails."""
     if not answering.cancelled():
         answering.exception()
@@ -126,38 +188,35 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _texts(recorder: Recorder, call: Call, chat: ChatRequest) -> list[str] | None:
-    return recorder.token_texts(call) if chat.logprobs else None
+def _texts(recorder: Recorder, ask: Ask, calls: Sequence[Call]) -> openai.Tokens:
+    return [recorder.token_texts(call) for call in calls] if ask.logprobs else None
 
 
-def _events(recorder: Recorder, call: Call, chat: ChatRequest) -> Iterable[bytes]:
-    usage = chat.stream_options is not None and chat.stream_options.include_usage
-    return openai.stream(call, recorder.dispatch.run, _texts(recorder, call, chat), usage=usage)
+def _events(dialect: Dialect, recorder: Recorder, ask: Ask, calls: Sequence[Call]) -> Iterable[bytes]:
+    return dialect.stream(calls, recorder.dispatch.run, _texts(recorder, ask, calls), usage=ask.usage)
 
 
-async def _chunks(recorder: Recorder, call: Call, chat: ChatRequest) -> AsyncIterator[bytes]:
-    for event in _events(recorder, call, chat):
+async def _chunks(events: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
         yield event
 
 
-async def _later(recorder: Recorder, answering: "asyncio.Task[tuple[Call, ChatRequest]]") -> AsyncIterator[bytes]:
+async def _later(
+    dialect: Dialect, recorder: Recorder, ask: Ask, answering: "asyncio.Task[list[Call]]"
+) -> AsyncIterator[bytes]:
     while not answering.done():
-        yield b": waiting\n\n"
+        yield dialect.waiting
         await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
     try:
-        events = _events(recorder, *answering.result())
+        events = _events(dialect, recorder, ask, answering.result())
     except ApiError as error:
-        events = openai.stream_error(error)
+        events = dialect.stream_error(error)
     for event in events:
         yield event
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status_code=status, media_type="application/json", headers=headers)
-
-
-def _refused(error: ApiError) -> Response:
-    return _json(error.body(), error.status, {"x-should-retry": "true" if error.retry else "false"})
 
 
 def _streamed(chunks: AsyncIterator[bytes]) -> Response:

@@ -5,8 +5,13 @@ It is filled from the log by a writer that takes over and grows with each event 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from opengyre.proto.traj import AnyTrajEvent, Call, ToolResult
+from opengyre.proto.traj import AnyTrajEvent, Call, ToolCall, ToolResult
+from opengyre.rollout.messages import answer, turn_of
+
+PROGRAM = -1
+"""Turn of the result of an agent program, which is no command of a turn."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +22,39 @@ class Turn:
     result: ToolResult | None
 
 
+def message_of_parts(text: str, content: str | None, calls: Iterable[ToolCall]) -> dict[str, Any]:
+    """The assistant's message that the agent is given for a completion."""
+    return answer(text if content is None else content, ((tool.id, tool.name, tool.arguments) for tool in calls))
+
+
+def message_of(call: Call) -> dict[str, Any]:
+    """The assistant's message that the agent was given."""
+    return message_of_parts(call.text, call.content, call.tool_calls)
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading items are the same."""
+    length = min(len(one), len(other))
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @dataclass
 class History:
     calls: list[Call] = field(default_factory=list)
     _results: dict[int, ToolResult] = field(default_factory=dict)
     _by_id: dict[str, Call] = field(default_factory=dict)
-    _by_request: dict[str, Call] = field(default_factory=dict)
+    _by_request: dict[str, dict[int, Call]] = field(default_factory=dict)
     _by_history: dict[str, Call] = field(default_factory=dict)
+    _by_turn: dict[str, list[Call]] = field(default_factory=dict)
+    _places: dict[str, int] = field(default_factory=dict)
+    """Call id -> its place in `calls`."""
 
     @classmethod
     def of(cls, log: Iterable[AnyTrajEvent]) -> "History":
@@ -35,16 +66,24 @@ class History:
     def take(self, event: AnyTrajEvent) -> None:
         """Add a stored event; those that are neither call nor command change nothing."""
         if isinstance(event, Call):
+            self._places[event.call] = len(self.calls)
             self.calls.append(event)
             self._by_id[event.call] = event
-            self._by_request[event.request_digest] = event
-            self._by_history[event.history_digest] = event
+            self._by_request.setdefault(event.request_digest, {})[event.choice] = event
+            if event.history_digest:
+                self._by_history[event.history_digest] = event
+                self._by_turn.setdefault(turn_of(message_of(event)), []).append(event)
         elif isinstance(event, ToolResult):
             self._results[event.turn] = event
 
-    def answered(self, request_digest: str) -> Call | None:
+    def answered(self, request_digest: str, choice: int = 0) -> Call | None:
         """The call that answered this very request."""
-        return self._by_request.get(request_digest)
+        return self._by_request.get(request_digest, {}).get(choice)
+
+    @property
+    def program(self) -> ToolResult | None:
+        """How the agent program ended."""
+        return self._results.get(PROGRAM)
 
     def extended_by(self, digests: Sequence[str]) -> tuple[Call, int] | None:
         """The latest call that the messages with this chain continue, and how many of the messages it covers."""
@@ -53,6 +92,16 @@ class History:
             if call is not None:
                 return call, covered
         return None
+
+    def said(self, turn: str, after: int) -> Call | None:
+        """A recorded call that said this: the first later than place `after`, else the last."""
+        found = self._by_turn.get(turn)
+        if not found:
+            return None
+        return next((call for call in found if self._places[call.call] > after), found[-1])
+
+    def place(self, call: Call) -> int:
+        return self._places[call.call]
 
     def tokens(self, call: Call) -> list[int]:
         """Prompt and completion of a call, put together from its ancestors."""
@@ -66,6 +115,24 @@ class History:
             keep = current.prefix_tokens if keep is None else min(keep, current.prefix_tokens)
             current = self._by_id[current.parent] if current.parent is not None else None
         return [token for part in reversed(parts) for token in part]
+
+    def nearest(self, tokens: Sequence[int]) -> tuple[Call, int] | None:
+        """The call that shares the longest beginning with `tokens` (the latest of several), and how long that is.
+
+        Linear in the number of calls and in the tokens that are compared; each call is compared beyond its parent only.
+        """
+        best: tuple[Call, int] | None = None
+        lengths: dict[str, int] = {}
+        for call in self.calls:
+            begin = call.prefix_tokens
+            length = lengths[call.parent] if call.parent is not None else 0
+            if length >= begin:
+                own = (*call.prompt_ids, *call.sampled_ids)
+                length = begin + shared(own, tokens[begin : begin + len(own)])
+            lengths[call.call] = length
+            if length and (best is None or length >= best[1]):
+                best = call, length
+        return best
 
     def turns(self) -> list[Turn]:
         """Calls in order, each with its command's result."""

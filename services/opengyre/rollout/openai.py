@@ -1,122 +1,132 @@
-"""The wire shapes of OpenAI's chat completions: requests, answers, streams, errors. Pure.
-
-What the policy and its harness decide (temperature, seed, the number of choices) is not the client's to choose:
-training needs samples of the policy as it is. Fields that would change the meaning of an answer and that we do not
-serve are refused by name; all others are ignored, as OpenAI-compatible servers do.
-"""
+"""The wire shapes of OpenAI's chat completions: requests, answers, streams, errors. Pure."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from opengyre.proto.traj import Call
+from opengyre.rollout.ask import MAX_CHOICES, ApiError, Ask, check, digest_of, stops_of
 
+PIECE = 32
+"""Characters of a stream's event."""
 
-class ApiError(Exception):
-    """An error in OpenAI's shape. `retry` is what the client's automatic retry is told."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        retry: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.kind = kind
-        self.param = param
-        self.retry = retry
-
-    def body(self) -> bytes:
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return _encoder.encode({"error": error})
-
-
-def context_exceeded(tokens: int, limit: int) -> ApiError:
-    """The prompt leaves no room for a completion."""
-    return ApiError(
-        400,
-        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. "
-        "Please reduce the length of the messages.",
-        code="context_length_exceeded",
-        param="messages",
-    )
-
-
-def budget_spent(what: str) -> ApiError:
-    """The episode may make no further calls."""
-    return ApiError(
-        429, f"The {what} of this execution is spent.", code="insufficient_quota", kind="insufficient_quota"
-    )
+Tokens = Sequence[Sequence[str]] | None
+"""Of each call, the text of each sampled token, where log-probs were asked for."""
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class ChatRequest(msgspec.Struct):
+class _Body(msgspec.Struct):
     """The fields of a request that matter here."""
 
     messages: list[dict[str, Any]]
-    model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     stop: Any = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
 
-    @property
-    def wished_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
 
 _encoder = msgspec.json.Encoder()
-_requests = msgspec.json.Decoder(ChatRequest)
 
 
-def parse(body: bytes) -> ChatRequest:
-    """Read a request; raises `ApiError` naming the field and what is allowed."""
+def read(body: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """A request's body; raises `ApiError` naming the field and what is allowed."""
     try:
-        request = _requests.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"The request cannot be read: {error}.") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The request is not valid JSON: {error}.") from error
-    wished = request.wished_tokens
-    refusals = (
-        ("messages", not request.messages, "must hold at least one message"),
-        ("n", request.n not in (None, 1), "must be 1: each answer is one call"),
-        ("stop", bool(request.stop), "is not served; the model's own end of turn stops it"),
-        ("tools", bool(request.tools), "are not served by this model; send the messages without them"),
-        ("top_logprobs", bool(request.top_logprobs), "must be 0: only the sampled token's log-prob is kept"),
-        (
-            "response_format",
-            (request.response_format or {}).get("type", "text") != "text",
-            'must be {"type": "text"}',
-        ),
-        ("max_tokens", wished is not None and wished < 1, "must be at least 1"),
+
+
+_bodies = msgspec.json.Decoder(_Body)
+
+
+def parse(body: bytes, salt: str = "") -> Ask:
+    """Read a request; raises `ApiError` naming the field and what is allowed."""
+    request: _Body = read(body, _bodies)
+    wished = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    check("messages", bool(request.messages), "must hold at least one message")
+    check("n", request.n is None or 1 <= request.n <= MAX_CHOICES, f"must be 1 to {MAX_CHOICES}")
+    check("top_logprobs", not request.top_logprobs, "must be 0: only the sampled token's log-prob is kept")
+    kind = (request.response_format or {}).get("type", "text")
+    check("response_format", kind == "text", 'must be {"type": "text"}')
+    check("max_tokens", wished is None or wished >= 1, "must be at least 1")
+    check("functions", not request.functions, "are not served; send them as tools")
+    tools = tuple(_tool(tool) for tool in request.tools or ())
+    offered, calls = _choose(tools, request.tool_choice)
+    return Ask(
+        api="chat",
+        digest=digest_of("chat", body, salt),
+        # Token ids come from the log and from nowhere else.
+        messages=[{key: value for key, value in m.items() if key != "token_ids"} for m in request.messages],
+        tools=offered,
+        calls=calls,
+        n=request.n or 1,
+        stops=stops_of(request.stop, "stop"),
+        max_tokens=wished,
+        stream=bool(request.stream),
+        usage=request.stream_options is not None and request.stream_options.include_usage,
+        logprobs=bool(request.logprobs),
     )
-    for name, refused, allowed in refusals:
-        if refused:
-            raise ApiError(400, f"{name} {allowed}.", param=name)
-    return request
 
 
-def _usage(call: Call) -> dict[str, int]:
-    prompt = call.prefix_tokens + len(call.prompt_ids)
-    completion = len(call.sampled_ids)
+def tool_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as renderers take it; raises `ApiError`."""
+    check("tools", isinstance(name, str) and bool(name), "must each have a name")
+    check("tools", description is None or isinstance(description, str), "must have a text as their description")
+    check("tools", parameters is None or isinstance(parameters, Mapping), "must have a JSON Schema as parameters")
+    schema = parameters or {}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    shaped = isinstance(properties, Mapping) and all(isinstance(value, Mapping) for value in properties.values())
+    listed = isinstance(required, list) and all(isinstance(item, str) for item in required)
+    check("tools", shaped and listed, "must have a JSON Schema as parameters: properties an object, required a list")
+    return {"name": name, "description": description or "", "parameters": schema}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    check("tools", tool.get("type") == "function" and isinstance(function, Mapping), "must be of the type function")
+    assert isinstance(function, Mapping)
+    return tool_of(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _choose(tools: tuple[dict[str, Any], ...], choice: Any) -> tuple[tuple[dict[str, Any], ...], bool]:
+    """The tools that are offered, and whether calls of them are taken out of the text.
+
+    Nothing is forced upon the policy: `required` and a named tool are what it is asked for, and it may say another
+    thing.
+    """
+    if choice in (None, "auto", "required"):
+        return tools, True
+    if choice == "none":
+        return tools, False
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    check(
+        "tool_choice",
+        any(tool["name"] == name for tool in tools),
+        'must be "auto", "none", "required" or {"type": "function", "function": {"name": NAME}} of one of the tools',
+    )
+    return tools, True
+
+
+def usage_of(calls: Sequence[Call]) -> dict[str, int]:
+    """The prompt once, the completions of all choices."""
+    prompt = calls[0].prefix_tokens + len(calls[0].prompt_ids)
+    completion = sum(len(call.sampled_ids) for call in calls)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -128,60 +138,122 @@ def _logprobs(call: Call, tokens: Sequence[str]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion(call: Call, model: str, tokens: Sequence[str] | None) -> bytes:
-    """The answer to a request that is not streamed; `tokens` are the sampled tokens' texts where log-probs were
-    asked for."""
-    return _encoder.encode(
+def _finish(call: Call) -> str:
+    return "tool_calls" if call.tool_calls else call.finish_reason
+
+
+def _content(call: Call) -> str | None:
+    content = call.text if call.content is None else call.content
+    return content or None if call.tool_calls else content
+
+
+def _message(call: Call) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": _content(call), "refusal": None}
+    if call.tool_calls:
+        message["tool_calls"] = [
+            {"id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": tool.arguments}}
+            for tool in call.tool_calls
+        ]
+    return message
+
+
+def completion(calls: Sequence[Call], model: str, tokens: Tokens) -> bytes:
+    """The answer to a request that is not streamed."""
+    choices = [
         {
-            "id": f"chatcmpl-{call.execution}-{call.call}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": call.text, "refusal": None},
-                    "logprobs": _logprobs(call, tokens) if tokens is not None else None,
-                    "finish_reason": call.finish_reason,
-                }
-            ],
-            "usage": _usage(call),
+            "index": index,
+            "message": _message(call),
+            "logprobs": _logprobs(call, tokens[index]) if tokens is not None else None,
+            "finish_reason": _finish(call),
         }
-    )
+        for index, call in enumerate(calls)
+    ]
+    head = _head(calls, model, "chat.completion")
+    return _encoder.encode({**head, "choices": choices, "usage": usage_of(calls)})
 
 
-def stream(call: Call, model: str, tokens: Sequence[str] | None, *, usage: bool) -> Iterator[bytes]:
-    """Server-sent events of a call that is complete: it is recorded before its first byte leaves."""
-    head: dict[str, Any] = {
-        "id": f"chatcmpl-{call.execution}-{call.call}",
-        "object": "chat.completion.chunk",
+def _head(calls: Sequence[Call], model: str, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{calls[0].execution}-{calls[0].call}",
+        "object": kind,
         "created": int(time.time()),
         "model": model,
     }
 
-    def event(delta: dict[str, Any], finish: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return _sse({**head, "choices": [choice], **({"usage": None} if usage else {})})
 
-    yield event({"role": "assistant", "content": ""}, None)
-    yield event({"content": call.text}, None, _logprobs(call, tokens) if tokens is not None else None)
-    yield event({}, call.finish_reason)
+def pieces(text: str) -> Iterator[str]:
+    """The text of a stream, event by event."""
+    for start in range(0, len(text), PIECE):
+        yield text[start : start + PIECE]
+
+
+def _deltas(call: Call) -> Iterator[dict[str, Any]]:
+    for piece in pieces(_content(call) or ""):
+        yield {"content": piece}
+    for index, tool in enumerate(call.tool_calls):
+        begin = {"id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": ""}}
+        yield {"tool_calls": [{"index": index, **begin}]}
+        for piece in pieces(tool.arguments):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+
+
+def stream(calls: Sequence[Call], model: str, tokens: Tokens, *, usage: bool) -> Iterator[bytes]:
+    """Server-sent events of calls that are complete: they are recorded before their first byte leaves."""
+    head = _head(calls, model, "chat.completion.chunk")
+    more = {"usage": None} if usage else {}
+
+    def event(index: int, delta: dict[str, Any], finish: str | None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return sse({**head, "choices": [choice], **more})
+
+    for index, call in enumerate(calls):
+        yield event(index, {"role": "assistant", "content": "" if not call.tool_calls else None}, None)
+        logprobs = _logprobs(call, tokens[index]) if tokens is not None else None
+        for delta in _deltas(call):
+            yield event(index, delta, None, logprobs)
+            logprobs = None
+        yield event(index, {}, _finish(call), logprobs)
     if usage:
-        yield _sse({**head, "choices": [], "usage": _usage(call)})
+        yield sse({**head, "choices": [], "usage": usage_of(calls)})
     yield b"data: [DONE]\n\n"
+
+
+def error_body(error: ApiError) -> bytes:
+    """A refusal in OpenAI's shape."""
+    shape = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
+    return _encoder.encode({"error": shape})
 
 
 def stream_error(error: ApiError) -> Iterator[bytes]:
     """An error after the stream has begun."""
-    yield b"data: " + error.body() + b"\n\n"
+    yield b"data: " + error_body(error) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
-def _sse(document: dict[str, Any]) -> bytes:
+def sse(document: dict[str, Any]) -> bytes:
+    """A server-sent event without a name."""
     return b"data: " + _encoder.encode(document) + b"\n\n"
+
+
+def model_entry(name: str) -> dict[str, Any]:
+    """Fields of both APIs: their clients ask at the same address."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "opengyre",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 def models(name: str) -> bytes:
     """The answer of `/v1/models`."""
-    entry = {"id": name, "object": "model", "created": 0, "owned_by": "opengyre"}
-    return _encoder.encode({"object": "list", "data": [entry]})
+    page = {"has_more": False, "first_id": name, "last_id": name}
+    return _encoder.encode({"object": "list", "data": [model_entry(name)], **page})
+
+
+def model(name: str) -> bytes:
+    """The answer of `/v1/models/<name>`."""
+    return _encoder.encode(model_entry(name))

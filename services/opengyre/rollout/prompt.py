@@ -1,27 +1,44 @@
-"""From chat messages to token ids: token in, token out. Pure.
+"""From a request to token ids: token in, token out. Pure.
 
-What the model sampled is taken as the ids that it sampled, never encoded again; only what is new is rendered.
+What the model sampled is taken as the ids that it sampled, never encoded again; only what is new is rendered. A request
+whose messages begin with those of a recorded call and its answer extends that call. Any other is rendered as a whole,
+with each turn that the model said in its own ids, and then looked for among the recorded calls token by token: what it
+shares with the nearest is its prefix, whose end is the exact divergence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from opengyre.proto.traj import Call, Transition
+from opengyre.rollout.ask import Ask
 from opengyre.rollout.history import History
-from opengyre.rollout.messages import Message, chain
+from opengyre.rollout.messages import Message, chain, tools_digest, turn_of
+from opengyre.tiny.tools import Said
 
 
 class Renderer(Protocol):
     """A tokenizer with its chat template (`opengyre.tiny.tokenizer` has the tiny policy's)."""
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def begin(self, text: str) -> list[int]: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]: ...
 
     def render_suffix(
         self, messages: Sequence[Message], *, closed: bool = True, generation_prompt: bool = True
     ) -> list[int]: ...
+
+    def tools_prompt(self, offered: Sequence[Mapping[str, Any]]) -> str: ...
+
+    def read_turn(self, text: str, offered: Sequence[Mapping[str, Any]]) -> Said: ...
 
     def completion_text(self, sampled: Sequence[int]) -> str: ...
 
@@ -30,25 +47,94 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens[:prefix]` are prompt and completion of the call `parent`."""
+    """`tokens[:prefix]` are the beginning of prompt and completion of the call `parent`."""
 
     tokens: tuple[int, ...]
     parent: str | None
     prefix: int
     digest: str
-    """Chain digest of the messages."""
+    """Chain digest of the messages; empty where there are none."""
     host: str | None = None
     """Who served the parent last, and may still hold its keys and values."""
+    transition: Transition = "root"
 
 
-def build(messages: Sequence[Message], history: History, renderer: Renderer) -> Prompt:
-    """Token ids of a request; raises `ValueError` (the template's) for messages that cannot be rendered."""
-    digests = chain(messages)
+def prompt_of(ask: Ask, history: History, renderer: Renderer) -> Prompt:
+    """Token ids of a request; raises `ValueError` (the template's) for one that cannot be rendered."""
+    if ask.tokens is not None:
+        return _placed(ask.tokens, history, "", reused=False)
+    if ask.text is not None:
+        return _continued(ask.text, history, renderer)
+    return build(ask.messages, history, renderer, ask.tools)
+
+
+def build(
+    messages: Sequence[Message], history: History, renderer: Renderer, tools: Sequence[Mapping[str, Any]] = ()
+) -> Prompt:
+    """Token ids of a chat; raises `ValueError` (the template's) for messages that cannot be rendered."""
+    told = renderer.tools_prompt(tools)
+    digests = chain(messages, tools_digest(told))
     found = history.extended_by(digests)
+    if found is not None:
+        parent, covered = found
+        before = history.tokens(parent)
+        closed = bool(parent.sampled_ids) and parent.sampled_ids[-1] in renderer.stop_token_ids
+        known, _ = _in_own_ids(messages[covered:], history, history.place(parent))
+        new = renderer.render_suffix(known, closed=closed)
+        host = parent.hosts[-1] if parent.hosts else None
+        return Prompt((*before, *new), parent.call, len(before), digests[-1], host, "extend")
+    known, reused = _in_own_ids(messages, history, -1)
+    system = [{"role": "system", "content": told}] if told else []
+    return _placed(
+        tuple(renderer.render([*system, *known])), history, digests[-1] if digests else "", reused=reused > 0
+    )
+
+
+def _in_own_ids(messages: Sequence[Message], history: History, after: int) -> tuple[list[Message], int]:
+    """The messages, each that the model said with the ids that it sampled; and how many these are."""
+    result: list[Message] = []
+    reused = 0
+    for message in messages:
+        call = history.said(turn_of(message), after) if message.get("role") == "assistant" else None
+        if call is not None:
+            after = max(after, history.place(call))
+            reused += 1
+            message = {"role": "assistant", "token_ids": call.sampled_ids}  # noqa: PLW2901
+        result.append(message)
+    return result, reused
+
+
+def _placed(tokens: tuple[int, ...], history: History, digest: str, *, reused: bool) -> Prompt:
+    """`reused`: some of the messages are answers of recorded calls, so that this is a history that was rewritten."""
+    found = history.nearest(tokens)
     if found is None:
-        return Prompt(tuple(renderer.render(messages)), None, 0, digests[-1] if digests else "")
-    parent, covered = found
-    before = history.tokens(parent)
-    closed = bool(parent.sampled_ids) and parent.sampled_ids[-1] in renderer.stop_token_ids
-    new = renderer.render_suffix(messages[covered:], closed=closed)
-    return Prompt((*before, *new), parent.call, len(before), digests[-1], parent.hosts[-1] if parent.hosts else None)
+        return Prompt(tokens, None, 0, digest)
+    parent, prefix = found
+    return Prompt(
+        tokens, parent.call, prefix, digest, parent.hosts[-1] if parent.hosts else None, _kind(parent, prefix, reused)
+    )
+
+
+def _kind(parent: Call, prefix: int, reused: bool) -> Transition:
+    end = parent.prefix_tokens + len(parent.prompt_ids) + len(parent.sampled_ids)
+    if prefix == end:
+        return "realign" if reused else "extend"
+    # Whole turns of the model before the divergence, or a part of one: the same history, told in another way since.
+    inside = prefix > end - len(parent.sampled_ids) or parent.transition in ("extend", "realign")
+    return "fork" if reused or inside else "branch"
+
+
+def _continued(text: str, history: History, renderer: Renderer) -> Prompt:
+    """A text prompt: the longest recorded text that it begins with is taken in its own ids."""
+    best: tuple[Call, str] | None = None
+    for call in reversed(history.calls):
+        if call.api == "completions":
+            before = renderer.decode(history.tokens(call))
+            if text.startswith(before) and (best is None or len(before) > len(best[1])):
+                best = call, before
+    if best is None:
+        return _placed(tuple(renderer.begin(text)), history, "", reused=False)
+    call, before = best
+    tokens = history.tokens(call)
+    host = call.hosts[-1] if call.hosts else None
+    return Prompt((*tokens, *renderer.encode(text[len(before) :])), call.call, len(tokens), "", host, "extend")

@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -75,8 +76,10 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
 class Bubblewrap:
     """All sandboxes under one folder; a second service on the same folder is refused."""
 
-    def __init__(self, root: Path, *, isolated: bool = True) -> None:
+    def __init__(self, root: Path, *, isolated: bool = True, binds: Mapping[str, str] | None = None) -> None:
+        """``binds``: folders of this machine that every sandbox shows, read-only, by their paths in it."""
         self._root = root.resolve()
+        self._binds = dict(binds or {})
         self._isolated = isolated
         self._own_ids = isolated and os.geteuid() == 0
         self._key = hashlib.sha256(str(self._root).encode()).hexdigest()[:10]
@@ -208,7 +211,7 @@ class Bubblewrap:
                 base=None if slot is None else UID_BASE + slot * IDS,
                 uid=self._uid(),
                 bwrap=self._bwrap,
-                args=jail.arguments(spec, self.marker(sandbox), own_ids=self._own_ids) if self._isolated else [],
+                args=self._jail(spec),
                 data=jail.DATA,
                 cgroups=self._groups.joins(sandbox, limits_only=False) if self._isolated else [],
                 files_from=str(self._home(sandbox, record) / "files.json"),
@@ -219,6 +222,11 @@ class Bubblewrap:
             raise InfraError(f"sandbox {sandbox!r} could not be made: {error}") from error
         self._making.pop(sandbox, None)
         self._live[sandbox] = record
+
+    def _jail(self, spec: Spec) -> list[str]:
+        if not self._isolated:
+            return []
+        return jail.arguments(spec, self.marker(spec.sandbox), own_ids=self._own_ids, binds=self._binds)
 
     def _free_slot(self) -> int:
         for slot in range(SLOTS):
@@ -360,6 +368,9 @@ class Bubblewrap:
             await self._launcher.request("write", path=place, mode=mode, source=str(source), **inside)
         finally:
             source.unlink(missing_ok=True)
+
+    async def listen(self, sandbox: str, port: int) -> socket.socket:
+        return await self._launcher.listen(port=port, **self._inside(sandbox))
 
     def execs(self, sandbox: str) -> tuple[int, list[str]]:
         """Number of recorded commands, and ids of those that run."""

@@ -3,7 +3,7 @@
 import posixpath
 import re
 
-from opengyre.proto.sandbox import ExecRequest, SandboxSpec, VerifyRequest
+from opengyre.proto.sandbox import ExecRequest, ForwardRequest, SandboxSpec, VerifyRequest
 from opengyre.sandbox.core import InvalidRequest, Spec
 
 ROOTS = ("/workspace", "/tmp", "/logs")  # noqa: S108 - the sandbox's own
@@ -82,6 +82,14 @@ def execution(value: ExecRequest) -> None:
     command(value.command)
     between("timeout_s", value.timeout_s, 0.01, 86400)
     between("output_limit", value.output_limit, 0, OUTPUT_LIMIT)
+
+
+def forwarding(value: ForwardRequest) -> None:
+    """All fields of a forwarding."""
+    between("port", value.port, 1024, 65535)
+    between("target_port", value.target_port, 1, 65535)
+    if not value.host or len(value.host) > 255 or not value.host.isascii() or not value.host.isprintable():
+        raise InvalidRequest(f"host is {value.host[:100]!r}; allowed is a host name or an address")
 
 
 def verification(value: VerifyRequest) -> None:

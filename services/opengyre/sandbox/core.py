@@ -4,6 +4,7 @@
 everything that is not the command's doing is one of the errors below.
 """
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -119,6 +120,10 @@ class Backend(Protocol):
 
     async def write(self, sandbox: str, path: str, data: bytes, mode: int) -> None:
         """Write a regular file."""
+        ...
+
+    async def listen(self, sandbox: str, port: int) -> socket.socket:
+        """A socket that listens on the sandbox's loopback; the caller closes it."""
         ...
 
     def folder(self, sandbox: str) -> Path:

@@ -5,6 +5,7 @@ first process is ``sleep`` as pid 1: no signal from inside ends it, and as it ig
 orphaned to it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from opengyre.sandbox.core import Spec
@@ -29,9 +30,9 @@ DATA = list(_ETC_FILES.values())
 FIRST_DATA_FD = 4
 
 
-def arguments(spec: Spec, marker: str, *, own_ids: bool) -> list[str]:
+def arguments(spec: Spec, marker: str, *, own_ids: bool, binds: Mapping[str, str] | None = None) -> list[str]:
     """Arguments, the name first. ``own_ids``: it is started as root of a user namespace that has a range of ids,
-    else it makes one with a single id for itself.
+    else it makes one with a single id for itself. ``binds``: path in the sandbox -> folder of the machine.
     """
     args = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if not own_ids:
@@ -56,6 +57,8 @@ def arguments(spec: Spec, marker: str, *, own_ids: bool) -> list[str]:
     args += _tmpfs(WORKSPACE, spec.workspace_mb, "0755")
     args += _tmpfs("/tmp", spec.workspace_mb, "1777")  # noqa: S108 - the sandbox's own
     args += _tmpfs("/logs", LOGS_MB, "0755")
+    for inside, outside in (binds or {}).items():
+        args += ["--ro-bind", outside, inside]
     args += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]
     return [*args, "--", *_FIRST]
 

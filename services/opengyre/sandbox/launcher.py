@@ -10,6 +10,7 @@ Awaits: `request` is woken by the answer's packet, by the launcher's end, or by 
 import asyncio
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -78,18 +79,21 @@ class Launcher:
     def _on_packet(self, ours: socket.socket) -> None:
         while True:
             try:
-                packet = ours.recv(PACKET)
+                packet, fds, _, _ = socket.recv_fds(ours, PACKET, 1)
             except BlockingIOError:
                 return
             except OSError:
-                packet = b""
+                packet, fds = b"", []
             if not packet:
                 self._lose(ours)
                 return
             answer = json.loads(packet)
             waiting = self._waiting.pop(answer["id"], None)
             if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+                waiting.set_result({**answer, "fds": fds})
+            else:
+                for fd in fds:
+                    os.close(fd)
 
     def _lose(self, ours: socket.socket) -> None:
         asyncio.get_running_loop().remove_reader(ours.fileno())
@@ -114,6 +118,14 @@ class Launcher:
 
     async def request(self, op: str, *, tag: str | None = None, **fields: Any) -> dict[str, Any] | None:
         """Ask, and return the ``ok`` of the answer."""
+        return (await self._request(op, tag, fields))["ok"]
+
+    async def listen(self, **fields: Any) -> socket.socket:
+        """A socket that listens in a sandbox."""
+        [fd] = (await self._request("listen", None, fields))["fds"]
+        return socket.socket(fileno=fd)
+
+    async def _request(self, op: str, tag: str | None, fields: dict[str, Any]) -> dict[str, Any]:
         await self.start()
         number = next(self._ids)
         packet = json.dumps({"id": number, "op": op, **fields}).encode()
@@ -134,7 +146,7 @@ class Launcher:
         if "error" in answer:
             kind, message = answer["error"]
             raise ERRORS.get(kind, InfraError)(message)
-        return answer["ok"]
+        return answer
 
     async def _send(self, packet: bytes) -> None:
         while True:

@@ -23,6 +23,8 @@ from opengyre.proto.sandbox import (
     DestroyResult,
     ExecRequest,
     ExecResult,
+    ForwardRequest,
+    ForwardResult,
     RenewRequest,
     SandboxInfo,
     SandboxRef,
@@ -32,6 +34,7 @@ from opengyre.proto.sandbox import (
 )
 from opengyre.sandbox import check
 from opengyre.sandbox.core import Backend, InfraError, InvalidRequest, SandboxBusy, SandboxError, SandboxGone, Spec
+from opengyre.sandbox.forward import Forwards
 from opengyre.sandbox.lease import Effect, Event, Lease, State, advance
 from opengyre.sandbox.records import load, save
 from opengyre.sandbox.verdict import judge, verdict
@@ -94,6 +97,7 @@ class Manager:
         self._max = max_sandboxes
         self._known: dict[str, _Sandbox] = {}
         self._wake = asyncio.Event()
+        self._forwards = Forwards(backend.listen)
         # More at once would only make each slower.
         self._creating = asyncio.Semaphore(CREATE_AT_ONCE)
 
@@ -125,6 +129,7 @@ class Manager:
                 # What cannot be removed now is removed by the next start.
                 with suppress(InfraError):
                     await self._remove(name)
+        await self._forwards.close_all()
         await self._backend.stop()
 
     def count(self) -> int:
@@ -209,6 +214,16 @@ class Manager:
         check.execution(request)
         sandbox = self._ready(request.sandbox)
         return await self._exec(sandbox, request.exec_id, request.command, request.timeout_s, request.output_limit)
+
+    async def forward(self, request: ForwardRequest) -> ForwardResult:
+        """Open a port of a sandbox that leads outside, or lead it elsewhere."""
+        check.forwarding(request)
+        self._ready(request.sandbox)
+        await self._forwards.point(request.sandbox, request.port, (request.host, request.target_port))
+        if self._known.get(request.sandbox) is None:  # removed meanwhile
+            await self._forwards.close(request.sandbox)
+            self._find(request.sandbox)
+        return ForwardResult(port=request.port)
 
     async def _exec(self, sandbox: _Sandbox, exec_id: str, command: str, timeout_s: float, limit: int) -> ExecResult:
         sandbox.running += 1
@@ -312,6 +327,7 @@ class Manager:
         sandbox = self._known.get(name)
         if sandbox is None:
             return
+        await self._forwards.close(name)
         try:
             await self._backend.destroy(name)
         except (OSError, SandboxError) as error:

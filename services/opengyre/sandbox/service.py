@@ -23,6 +23,8 @@ from opengyre.proto.sandbox import (
     DestroyResult,
     ExecRequest,
     ExecResult,
+    ForwardRequest,
+    ForwardResult,
     ListRequest,
     ListResult,
     ReadRequest,
@@ -98,7 +100,7 @@ class SandboxService:
     async def _start(self) -> int:
         root = self._context.state_dir / "sandbox" / self._node
         try:
-            return await self._use(Bubblewrap(root))
+            return await self._use(Bubblewrap(root, binds=self._settings.bound()))
         except CannotIsolateError as error:
             if not self._settings.allow_unisolated:
                 raise CannotIsolateError(
@@ -138,6 +140,7 @@ class SandboxService:
             "stat": endpoint(StatRequest, self._stat),
             "read": endpoint(ReadRequest, self._read),
             "write": endpoint(WriteRequest, self._write),
+            "forward": endpoint(ForwardRequest, self._forward),
         }
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
@@ -186,6 +189,9 @@ class SandboxService:
     async def _write(self, request: WriteRequest) -> WriteResult:
         path = await self.manager.write(request.sandbox, request.path, request.data, request.mode)
         return WriteResult(path=path, size=len(request.data))
+
+    async def _forward(self, request: ForwardRequest) -> ForwardResult:
+        return await self.manager.forward(request)
 
 
 async def _cancelled(work: Awaitable[Any]) -> None:

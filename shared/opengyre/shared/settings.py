@@ -102,6 +102,13 @@ class SandboxSettings(Section):
     pids: int = Field(default=64, ge=4)
     max_sandboxes: int = Field(default=512, ge=1)
     allow_unisolated: bool = Field(default=False, description="go on where no isolation can be had")
+    binds: tuple[Annotated[str, Field(pattern=r"^/[^=]+=/[^=]*$")], ...] = Field(
+        default=(), description="folders of this machine that every sandbox shows, read-only: /in/the/sandbox=/here"
+    )
+
+    def bound(self) -> dict[str, str]:
+        """`binds`, by path in the sandbox."""
+        return dict(bind.split("=", 1) for bind in self.binds)
 
 
 class TrajectorySettings(Section):

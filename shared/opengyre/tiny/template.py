@@ -5,10 +5,11 @@ policy samples it). So the rendering of a longer history is the rendering of the
 `suffix` of the new messages: a prompt extends the previous prompt and completion token by token.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from opengyre.tiny import tools
 
 BOS: Final = "<|bos|>"
 END: Final = "<|end|>"
@@ -75,8 +76,6 @@ def _text(message: Mapping[str, Any], where: str) -> str:
         if all(isinstance(part, str) for part in parts):
             return "".join(part for part in parts if part is not None)
         raise TemplateError(f"{where}: the content has a part that is not text; allowed are text parts")
-    if content is None and message.get("tool_calls"):
-        return _tool_call(message["tool_calls"], where)
     if content is None:
         return ""
     raise TemplateError(
@@ -84,16 +83,18 @@ def _text(message: Mapping[str, Any], where: str) -> str:
     )
 
 
-def _tool_call(calls: Sequence[Any], where: str) -> str:
-    """The command of a shell tool call: the tiny policy's turn is one command."""
+def _turn(message: Mapping[str, Any], where: str) -> str:
+    """An assistant's turn: its text, or its tool calls as the policy would have written them."""
+    text = _text(message, where)
+    calls = message.get("tool_calls")
+    if not calls:
+        return text
+    if not isinstance(calls, Sequence):
+        raise TemplateError(f"{where}: tool_calls must be a list of tool calls")
     try:
-        [call] = calls
-        command = json.loads(call["function"]["arguments"])["command"]
-    except (ValueError, KeyError, TypeError):
-        command = None
-    if not isinstance(command, str):
-        raise TemplateError(f'{where}: a turn has at most one tool call, with the arguments {{"command": TEXT}}')
-    return command
+        return tools.written(text, calls, where)
+    except ValueError as error:
+        raise TemplateError(str(error)) from error
 
 
 def pieces(messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True) -> list[Piece]:
@@ -112,7 +113,8 @@ def pieces(messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = T
         if role == "assistant" and message.get("token_ids") is not None:
             result.append(Ids(tuple(message["token_ids"])))
         else:
-            result.append(Text(" " + _text(message, where).strip()))
+            text = _turn(message, where) if role == "assistant" else _text(message, where)
+            result.append(Text(" " + text.strip()))
         if role == "assistant":
             result.append(Special(END))
     if generation_prompt:

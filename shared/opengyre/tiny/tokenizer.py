@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from opengyre.tiny import template
+from opengyre.tiny import template, tools
 from opengyre.tiny.config import ModelDirectoryError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -106,6 +106,18 @@ class TinyTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def begin(self, text: str) -> list[int]:
+        """Token ids of plain text with which a context begins."""
+        return [self.bos_id, *self.encode(text)]
+
+    def tools_prompt(self, offered: Sequence[tools.Tool]) -> str:
+        """What has to be said of these tools in front of the conversation (a system message); may be empty."""
+        return tools.prompt_of(offered)
+
+    def read_turn(self, text: str, offered: Sequence[tools.Tool]) -> tools.Said:
+        """A completion's text as content and tool calls."""
+        return tools.read(text, offered)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""

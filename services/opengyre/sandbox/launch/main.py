@@ -64,13 +64,26 @@ def _quiet(request: dict, answer) -> None:
     answer({"ok": {}})
 
 
-HANDLERS = {"exec": _exec, "create": _create, "write": _write, "read": _read, "quiet": _quiet}
+def _listen(request: dict, answer) -> None:
+    """A socket that listens on the sandbox's loopback; it stays there, whoever holds it."""
+    if request["pid"]:
+        kernel.enter(request["pid"], request["started"])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", request["port"]))
+        listener.listen(128)
+        answer({"ok": {}}, [listener.fileno()])
+
+
+HANDLERS = {
+    "exec": _exec, "create": _create, "write": _write, "read": _read, "quiet": _quiet, "listen": _listen
+}  # fmt: skip
 
 
 def _serve(connection: socket.socket, request: dict) -> None:
-    def answer(value: dict) -> None:
+    def answer(value: dict, fds: list[int] | None = None) -> None:
         try:
-            connection.send(json.dumps({"id": request["id"], **value}).encode())
+            socket.send_fds(connection, [json.dumps({"id": request["id"], **value}).encode()], fds or [])
         except OSError:
             pass  # the service is gone; what was started is found by its records
         finally:

@@ -1,0 +1,7 @@
+"""Metrics of the rollout service alone."""
+
+from prometheus_client import Counter
+
+TRANSITIONS = Counter(
+    "gyre_rollout_calls", "Model calls by how their prompt stands to the calls before it", ["transition"]
+)

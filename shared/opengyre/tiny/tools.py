@@ -1,0 +1,110 @@
+"""Tool calls of the tiny policy: how tools are told to it, and what of its text is a call. Pure.
+
+Its turn is one shell command. So where a tool is offered that runs one (its only required argument is the text
+`command`), that tool is not described to it, and its turn is a call of this tool. Other tools are described before the
+conversation, and it calls them as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times in a
+turn. Such arguments are the bytes that were sampled.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+DONE: Final = "done"
+"""The tiny policy's word for the end of its work: no command."""
+_BLOCK: Final = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+
+Tool = Mapping[str, Any]
+"""`{"name": ..., "description": ..., "parameters": JSON Schema}`."""
+
+
+class _Block(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_blocks = msgspec.json.Decoder(_Block)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A completion's text: what is content, and the calls (name, arguments as JSON text)."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+def shell_tool(tools: Sequence[Tool]) -> str | None:
+    """Name of the first tool that runs a shell command."""
+    for tool in tools:
+        parameters = tool.get("parameters") or {}
+        command = (parameters.get("properties") or {}).get("command") or {}
+        if command.get("type") == "string" and set(parameters.get("required") or ()) <= {"command"}:
+            return tool["name"]
+    return None
+
+
+def prompt_of(tools: Sequence[Tool]) -> str:
+    """What is said of the tools in front of the conversation; empty where nothing has to be."""
+    shell = shell_tool(tools)
+    told = [json.dumps(dict(tool), sort_keys=True, ensure_ascii=False) for tool in tools if tool["name"] != shell]
+    if not told:
+        return ""
+    return "\n".join([f'call tools as {OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE}:', *told])
+
+
+def read(text: str, tools: Sequence[Tool]) -> Said:
+    """What the policy said, where these tools were offered. Text that is no call, though it looks like one, is text."""
+    text = text.strip()
+    if not tools or not text:
+        return Said(text)
+    found = list(_BLOCK.finditer(text))
+    if found:
+        try:
+            blocks = [_blocks.decode(match.group(1)) for match in found]
+        except msgspec.DecodeError:
+            return Said(text)
+        if all(bytes(block.arguments).startswith(b"{") for block in blocks):
+            calls = tuple((block.name, bytes(block.arguments).decode()) for block in blocks)
+            return Said(_BLOCK.sub("", text).strip(), calls)
+        return Said(text)
+    shell = shell_tool(tools)
+    if shell is None or text == DONE:
+        return Said(text)
+    return Said("", ((shell, json.dumps({"command": text}, ensure_ascii=False)),))
+
+
+def written(content: str, calls: Sequence[Any], where: str) -> str:
+    """The text of an assistant's turn that made these calls (OpenAI's shape); raises `ValueError` naming `where`."""
+    pairs = [_pair(call, where) for call in calls]
+    if len(pairs) == 1 and not content.strip():
+        command = _command(pairs[0][1])
+        if command is not None:
+            return command
+    blocks = [f'{OPEN}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{CLOSE}' for name, arguments in pairs]
+    return "\n".join([*([content.strip()] if content.strip() else []), *blocks])
+
+
+def _pair(call: Any, where: str) -> tuple[str, str]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    given = function if isinstance(function, Mapping) else {}
+    match given.get("name"), given.get("arguments"):
+        case str(name), str(arguments):
+            return name, arguments
+    raise ValueError(f"{where}: a tool call must have function.name and function.arguments, which are strings")
+
+
+def _command(arguments: str) -> str | None:
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return None
+    if isinstance(given, dict) and set(given) == {"command"} and isinstance(given["command"], str):
+        return given["command"]
+    return None
