@@ -36,6 +36,7 @@ TURNS = 4
 TOKENS = 400
 """Mean of an execution: a token is then well below the time that a switch takes."""
 RUN = "bench"
+SETTLED = (HostState.ROLLOUT, HostState.TRAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +155,13 @@ async def _row(row: str, bench: Bench, bus: Bus, api: Api, model: Path, report: 
     document = msgspec.to_builtins(spec)
     del document["state"]
     await api.post("/v1/runs", document)
+    await _all_settled(bus, bench.workload.cells)
     happened: asyncio.Queue[TaskAdmitted | Committed] = asyncio.Queue()
     async with asyncio.TaskGroup() as group:
         readers = [
             group.create_task(_read(bus, subjects.TASKS, subjects.task(RUN, "*", "admitted"), happened)),
             group.create_task(_read(bus, subjects.UPDATES, subjects.update(RUN, "committed"), happened)),
         ]
-        await _all_serve(bus, bench.workload.cells)
         await api.post("/v1/tasks", {"run": RUN, "tasks": [bench.task()]})
         hours = await _hours(row, bench, happened, report)
         for reader in readers:
@@ -170,15 +171,15 @@ async def _row(row: str, bench: Bench, bus: Bus, api: Api, model: Path, report: 
     return await gather(row, bench.updates, spec, hours, bench.workload, bench.time_scale, bus, api)
 
 
-async def _all_serve(bus: Bus, cells: int) -> None:
-    """Until every host has the first weights: what a start costs is no part of a row."""
+async def _all_settled(bus: Bus, cells: int) -> None:
+    """Until every host has the first weights and its role: what a start costs is no part of a row."""
     async with Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
         try:
             async with asyncio.timeout(STALL_S):
-                while sum(status.state is HostState.ROLLOUT for status in hosts.values.values()) < cells:
+                while sum(status.state in SETTLED for status in hosts.values.values()) < cells:
                     await hosts.changed(1.0)
         except TimeoutError as error:
-            raise BenchError(f"not all of {cells} hosts serve after {STALL_S:g} s") from error
+            raise BenchError(f"not all of {cells} hosts are in a role after {STALL_S:g} s") from error
 
 
 async def _hours(
