@@ -402,6 +402,7 @@ def test_every_example_is_of_its_type() -> None:
         "ExecutionReport": [examples.EXECUTION_REPORT], "StalenessReport": [examples.STALENESS],
         "HostsReport": [examples.HOSTS], "WishReply": [examples.WISH], "WeightsReport": [examples.WEIGHTS],
         "StatusReport": [examples.STATUS], "CellsReport": [examples.CELLS], "DecisionList": [examples.DECISION_LIST],
+        "TreeReport": [examples.TREE_REPORT],
     }  # fmt: skip
     kinds = openapi.answers()
     assert set(pairs) == set(kinds) - {"ProblemDocument"}

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,7 +48,7 @@ async def to_terminal(messages: AsyncIterator[Stored], show: Callable[[Stored], 
 async def to_file(messages: AsyncIterator[Stored], stream: str, path: Path) -> int:
     """Write records as JSON lines; the file is complete or absent."""
     count = 0
-    with _replacing(path) as out:
+    with replacing(path) as out:
         async for stored in messages:
             out.write(msgspec.json.encode(record(stream, stored)) + b"\n")
             count += 1
@@ -56,7 +56,8 @@ async def to_file(messages: AsyncIterator[Stored], stream: str, path: Path) -> i
 
 
 @contextlib.contextmanager
-def _replacing(path: Path):
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` when it is whole; raises `StackError`."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

@@ -1,15 +1,29 @@
 """`gyre trajectory`: logs of any agent as trees, and our own executions, opened again and exported."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from opengyre.cli.client import JsonOption, console, errors, show_json
+from opengyre.cli.client import (
+    GatewayOption,
+    JsonOption,
+    KeyOption,
+    StateDirOption,
+    connect,
+    console,
+    errors,
+    segment,
+    show_json,
+)
 from opengyre.cli.stack import StackError
+from opengyre.cli.stream_read import connected
+from opengyre.cli.streams import NatsOption, run_bounded
+from opengyre.cli.trajectory_export import WRITERS, export
 from opengyre.cli.trajectory_files import forest_for, open_log
+from opengyre.cli.trajectory_show import show
 from opengyre.formats import READERS, FormatError, TreeReport, read_tree
 
 FILES = "A log: " + ", ".join(READERS) + "."
@@ -18,6 +32,8 @@ FILES = "A log: " + ", ".join(READERS) + "."
 def register(app: typer.Typer) -> None:
     trajectory = typer.Typer(name="trajectory", help="Trees of executions and of foreign logs.", no_args_is_help=True)
     trajectory.command("tree")(tree)
+    trajectory.command("show")(show_command)
+    trajectory.command("export")(export_command)
     app.add_typer(trajectory)
 
 
@@ -48,6 +64,52 @@ def tree(
     _show(report)
     for warning in report.warnings:
         errors.print(f"warning: {warning}", markup=False)
+
+
+def show_command(
+    execution: Annotated[str, typer.Argument(help="An execution, like demo-g000003-e01.")],
+    gateway: GatewayOption = None,
+    api_key: KeyOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Open an execution again: its tree, what was chosen, masked and refused, and why.
+
+    Example: gyre trajectory show demo-g000003-e01
+    """
+    name = segment("execution", execution)
+    report = connect(gateway, api_key, state_dir).get(f"/v1/executions/{name}/tree")
+    if json:
+        show_json(report)
+    else:
+        show(console, report)
+
+
+def export_command(
+    execution: Annotated[str | None, typer.Argument(help="An execution; or all of --run.")] = None,
+    out: Annotated[Path, typer.Option(help="File to write: JSON, JSON lines with --run, or Parquet.")] = Path(),
+    run: Annotated[str | None, typer.Option("--run", help="All executions of a run.")] = None,
+    format_name: Annotated[Literal["atif", "parquet"], typer.Option("--format")] = "atif",
+    nats: NatsOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write executions as ATIF documents, or as a Parquet table with a row for each call.
+
+    Example: gyre trajectory export --run demo --format parquet --out demo.parquet
+    """
+    if out == Path() or out.is_dir():
+        raise StackError(f"--out is {str(out)!r}; allowed is the name of a file to write")
+
+    async def work() -> tuple[int, int]:
+        async with connected(nats, state_dir) as bus:
+            return await export(bus, execution, run, out, WRITERS[format_name])
+
+    executions, calls = run_bounded(work())
+    if json:
+        show_json({"out": str(out), "format": format_name, "executions": executions, "calls": calls})
+    else:
+        console.print(f"{calls} calls of {executions} executions are in {escape(str(out))}")
 
 
 def _show(report: TreeReport) -> None:

@@ -112,6 +112,26 @@ EXECUTION_REPORT: dict[str, Any] = {
     ],
     "next": None,
 }  # fmt: skip
+TREE_REPORT: dict[str, Any] = {
+    "tree": {
+        "execution": "demo-g000003-e00", "group": "demo-g000003", "run": "demo", "task": "write-000001",
+        "purpose": "train", "state": "ended", "end_reason": "done", "group_state": "ready", "group_reason": None,
+        "score": 1.0, "unscored": None, "advantage": 0.9, "baseline": 0.625, "scale": 2.4, "late": False, "calls": 2,
+        "events": 31, "path_tokens": 120, "unique_nodes": 78, "leaves": 1, "dedup_ratio": 1.5385, "trained_tokens": 31,
+        "masked_tokens": 0, "left_out": {}, "refused": {}, "transitions": {"extend": 1}, "diagnoses": {}, "j_max": None,
+        "paths": [
+            {"role": "main", "calls": ["c0", "c1"], "tokens": 78, "trained_tokens": 31, "masked_tokens": 0},
+        ],
+        "per_call": [
+            {
+                "call": "c0", "turn": 0, "role": "main", "transition": "root", "related": None, "offset": 0,
+                "diagnosis": None, "prompt_tokens": 28, "sampled_tokens": 14, "outcome": "trained", "reason": None,
+                "path": 0, "weight": 1.0, "version_min": 2, "version_max": 2, "text": "echo hello > greeting.txt",
+            }
+        ],
+    },
+    "trained_version": 3, "staleness": 1, "dropped": None,
+}  # fmt: skip
 BOOK: dict[str, Any] = {"dispatched": 40, "trained": 24, "dropped": {}, "ready": 6, "live": 10, "balances": True}
 STALENESS: dict[str, Any] = {
     "run": "demo", "phi": 0.5, "mu": 2, "predicted": 1.0, "mean": 1.04, "maximum": 2,

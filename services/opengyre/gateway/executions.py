@@ -1,4 +1,4 @@
-"""/v1/groups and /v1/executions: a group with its members, and the log of an execution."""
+"""/v1/groups and /v1/executions: a group with its members, the log of an execution, and its tree."""
 
 from typing import Annotated, Any
 
@@ -15,11 +15,14 @@ from opengyre.gateway.problems import Problem
 from opengyre.gateway.runs import DepsOf
 from opengyre.proto import subjects
 from opengyre.proto.decision import GroupEntry
+from opengyre.proto.explain import ExplainReport, ExplainRequest
 from opengyre.proto.ids import group_of, run_of
 from opengyre.proto.traj import Ended, Part, Verified
-from opengyre.shared.bus import page
+from opengyre.shared.bus import call, page
 
 EVENTS = 2000
+EXPLAIN_S = 25.0
+"""For the trajectory service to read a group's log and make its trees."""
 
 router = APIRouter(route_class=BoundRoute, tags=["executions"])
 
@@ -74,6 +77,17 @@ class ExecutionReport(msgspec.Struct, frozen=True, kw_only=True):
     log: tuple[LogEntry, ...]
     next: int | None
     """`after` of the next page of the log."""
+
+
+class TreeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The tree of an execution, and what became of it in training."""
+
+    tree: ExplainReport
+    trained_version: int | None = None
+    """`v_t` of the update that took it; None while none has."""
+    staleness: int | None = None
+    dropped: str | None = None
+    """Why it left training."""
 
 
 async def _scored(deps: Deps, run: str, task: str, group: str) -> GroupSummary:
@@ -175,5 +189,28 @@ async def read_execution(
             verified_score=score_of(parts),
             log=entries,
             next=log.messages[-1].sequence if log.left else None,
+        )
+    )
+
+
+@router.get(
+    "/v1/executions/{execution}/tree",
+    summary="The tree of an execution: what was chosen, masked and refused, and why",
+    responses=documented(TreeReport, examples.TREE_REPORT),
+)
+async def read_tree(deps: DepsOf, execution: Annotated[str, Path(pattern=EXECUTION_PATTERN)]) -> Response:
+    request = ExplainRequest(execution=execution)
+    tree = await call(
+        deps.bus, "trajectory", "any", "explain", request, ExplainReport, timeout_s=EXPLAIN_S, patience_s=EXPLAIN_S
+    )
+    found = await deps.ledger.get(tree.group)
+    entry = found[0] if found is not None else None
+    taken = entry.trained.get(execution) if entry is not None else None
+    return answer(
+        TreeReport(
+            tree=tree,
+            trained_version=taken,
+            staleness=taken - entry.admitted_version if entry is not None and taken is not None else None,
+            dropped=entry.dropped.get(execution) if entry is not None else None,
         )
     )

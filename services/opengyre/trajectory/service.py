@@ -23,10 +23,21 @@ from opengyre.proto.group import GroupReady
 from opengyre.proto.task import GroupOverdue
 from opengyre.proto.traj import Ended, Overdue, Started, TrajEvent
 from opengyre.shared.blobs import MESSAGE_LIMIT
-from opengyre.shared.bus import BusUnavailableError, Delivery, FencedError, Rejected, RetryLater, Stored, read, work
+from opengyre.shared.bus import (
+    BusUnavailableError,
+    Delivery,
+    FencedError,
+    Rejected,
+    RetryLater,
+    Stored,
+    read,
+    serving,
+    work,
+)
 from opengyre.shared.lifecycle import Context
 from opengyre.shared.logs import bound
 from opengyre.trajectory import figures
+from opengyre.trajectory.answers import Answers
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
 
 log = logging.getLogger("gyre.trajectory")
@@ -45,7 +56,8 @@ class Trajectory:
         context = self._context
         context.missing = None
         width = context.settings.trajectory.concurrency
-        async with asyncio.TaskGroup() as tasks:
+        answers = serving(context.bus, "trajectory", "any", Answers(context.bus).endpoints(), "OpenGyre trajectory")
+        async with answers, asyncio.TaskGroup() as tasks:
             for consumer, handler in (
                 (subjects.TRAJECTORY_ENDED, self._on_ended),
                 (subjects.TRAJECTORY_OVERDUE, self._on_overdue),
