@@ -14,6 +14,7 @@ import pytest
 
 from opengyre.proto import subjects
 from opengyre.proto.base import tag_of
+from opengyre.proto.dlq import DeadLetter
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.run import Harness
@@ -154,6 +155,47 @@ async def test_what_is_no_event_becomes_a_dead_letter_and_stops_nothing(bus: Bus
             return len(await scored(bus)) == 1 and len(await read(bus, subjects.DLQ, ">")) == 1
 
         await eventually(both, 30)
+
+
+async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    """Of one group: a call without its ids, one with a log-prob too few, one with ids that are no ids, an empty one,
+    and megabytes of garbage. Its good members train, and so does what comes after."""
+    parts = logs(1, *(n / 6 for n in range(7)))
+    calls = [log[1] for log in parts]
+    assert all(isinstance(call, Call) for call in calls)
+    document = msgspec.to_builtins(calls[0])
+    del document["sampled_ids"]
+    parts[1][1] = msgspec.structs.replace(calls[1], logprobs=(-0.5,))
+    parts[2][1] = msgspec.structs.replace(calls[2], sampled_ids=(3, -7, 2**40))
+    parts[3][1] = msgspec.structs.replace(calls[3], sampled_ids=(), logprobs=(), versions=())
+    raw = {0: msgspec.json.encode(document), 4: b"\xff{" * (3 << 20)}
+    async with service(bus, blobs, tmp_path):
+        for number, log in enumerate(parts):
+            await record(bus, log[0])
+            if number in raw:
+                subject = subjects.traj(RUN, f"{RUN}-g000001", log[0].execution, "call")
+                await bus.publish_raw(subject, raw[number], f"x{number}", "traj.call.v1")
+            else:
+                await record(bus, log[1])
+            await record(bus, *log[2:])
+        await record(bus, *(event for log in logs(2, 1.0, 0.0) for event in log))
+
+        async def both() -> bool:
+            return len(await scored(bus)) == 2
+
+        await eventually(both, 30)
+    dead = [e for s in await read(bus, subjects.DLQ, ">") if isinstance(e := s.event(), DeadLetter)]
+    reasons = {letter.origin_subject.split(".")[5][-3:]: letter.error for letter in dead}
+    assert sorted(reasons) == ["e00", "e01", "e02", "e03", "e04"]
+    assert "sampled_ids" in reasons["e00"]
+    assert [reasons[f"e{n:02d}"].split(": ")[-1] for n in (1, 2, 3)] == [
+        "logprobs_length", "token_id", "empty_completion",
+    ]  # fmt: skip
+    assert all(len(letter.payload) <= 256 << 10 for letter in dead)
+    first, _ = sorted(await ready(bus), key=lambda group: group.group)
+    trained = {member.execution[-3:]: member.trained_tokens for member in first.members}
+    assert trained == {"e01": 0, "e02": 0, "e03": 0, "e05": 3, "e06": 3}
+    assert first.refused == {"empty_completion": 1, "logprobs_length": 1, "token_id": 1}
 
 
 async def test_kill_9_at_any_time_makes_each_group_once(bus: Bus, nats_server, tmp_path: Path) -> None:

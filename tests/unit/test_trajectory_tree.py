@@ -64,6 +64,11 @@ def test_a_retry_that_was_not_used_is_not_trained() -> None:
     assert [s.tokens for s in last.sequences] == [(1, 2, 3, 4, 5, 7)], "none was used: the last is live"
 
 
+def test_choices_that_were_all_asked_for_are_all_trained() -> None:
+    calls = [call(n, None, 0, (1,), (t,), choices=2) for n, t in (("a", 2), ("b", 3))]
+    assert (paths(calls).refused, paths(calls).trained_tokens) == ({}, 2)
+
+
 def test_both_of_two_retries_that_were_used_are_trained() -> None:
     calls = [call(n, None, 0, (1,), (t,)) for n, t in (("a", 2), ("b", 3))]
     calls += [call("c", "a", 2, (4,), (5,)), call("d", "b", 2, (4,), (5,))]
@@ -120,6 +125,14 @@ def test_alternatives_that_share_a_prompt_share_their_weight_if_so_wished() -> N
         spans = [span for s in paths(calls, sampling).sequences for span in s.spans]
         assert {round(span.weight, 9) for span in spans} == {round(weight, 9) for weight in expected}
         assert sum(span.weight * (span.end - span.start) for span in spans) == pytest.approx(5)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_with_what_goes_on_from_it() -> None:
+    """It has no place in any sequence: the policy has no embedding of it."""
+    calls = [A, call("b", "a", 4, (5,), (9,)), call("c", "b", 6, (6,), (7,))]
+    found = paths(calls, vocabulary=9)
+    assert (found.refused, found.trained_tokens) == ({"parent_missing": 1, "token_id": 1}, 2)
+    assert paths(calls, vocabulary=10).refused == {}
 
 
 def test_a_call_moved_between_hosts_has_a_version_for_each_token() -> None:

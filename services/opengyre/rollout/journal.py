@@ -59,12 +59,12 @@ class Journal:
         self.attempt = trajectory[-1].attempt
         return trajectory
 
-    async def begin(self, replica: str) -> AnyTrajEvent:
+    async def begin(self, replica: str, vocabulary: int | None = None) -> AnyTrajEvent:
         """Become the writer, after `load`: the event that begins our attempt. Raises `FencedError`."""
         if self.length:
             self.attempt += 1
             return await self.append(TakenOver, replica=replica)
-        return await self.append(Started, dispatch=self._dispatch, replica=replica)
+        return await self.append(Started, dispatch=self._dispatch, replica=replica, vocabulary=vocabulary)
 
     async def append(self, kind: Callable[..., E], **fields: object) -> E:
         """Store an event of `kind`; identity and place in the log are filled in. Raises `FencedError`."""

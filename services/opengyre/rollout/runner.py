@@ -115,7 +115,7 @@ class Runner:
             log.info("%s has ended already", self.dispatch.execution)
             effects = due(self.state)
         else:
-            effects = self._take(await self.journal.begin(self.station.replica))
+            effects = self._take(await self.journal.begin(self.station.replica, renderer.vocab_size))
         budget = TimeBudget(shell.time_budget_s(self.dispatch), self.state.active_s)
         self.recorder = Recorder(
             self.dispatch, self.journal.attempt, self.history, renderer, self.station.router, self._record, budget

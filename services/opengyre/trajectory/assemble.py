@@ -48,8 +48,7 @@ class Assembled:
 @dataclass(frozen=True, slots=True)
 class _Execution:
     execution: str
-    seed: int
-    """Of its dispatch."""
+    start: Started | None
     score: float | None
     reason: str
     """Why it has no score."""
@@ -138,16 +137,15 @@ def _execution(name: str, log: tuple[TrajEvent, ...]) -> _Execution:
     calls = tuple(event for event in log if isinstance(event, Call))
     start = next((event for event in log if isinstance(event, Started)), None)
     if start is None or any(event.index != place for place, event in enumerate(log)):
-        return _Execution(name, 0, None, "broken_log", ())
-    seed = start.dispatch.seed
+        return _Execution(name, None, None, "broken_log", ())
     ended = next(event for event in log if isinstance(event, Ended))
     verdict = next((event for event in reversed(log) if isinstance(event, Verified)), None)
     if ended.reason == "infra" or (verdict is not None and verdict.infra_error is not None):
-        return _Execution(name, seed, None, "infra", calls)
+        return _Execution(name, start, None, "infra", calls)
     if verdict is None:
-        return _Execution(name, seed, None, "not_verified", calls)
+        return _Execution(name, start, None, "not_verified", calls)
     score = score_of(verdict.parts)
-    return _Execution(name, seed, score, "" if score is not None else "no_valid_parts", calls)
+    return _Execution(name, start, score, "" if score is not None else "no_valid_parts", calls)
 
 
 def _close(
@@ -201,9 +199,10 @@ def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: 
     refused: Counter[str] = Counter()
     members: list[Member] = []
     for execution in executions:
-        if execution.score is None:
+        if execution.score is None or execution.start is None:
             continue
-        found = paths(execution.calls, dispatch.sampling, execution.seed)
+        start = execution.start
+        found = paths(execution.calls, dispatch.sampling, start.dispatch.seed, start.vocabulary)
         refused.update(found.refused)
         members.append(
             Member(

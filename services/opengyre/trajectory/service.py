@@ -4,8 +4,9 @@ later.
 No state of its own: the TRAJ stream holds everything, so any replica handles any message. What an event of the log
 made of its group is a function of the log up to it (`assemble`), so each event's handler publishes what that event
 caused, and what is published twice is one message (its id), or is known to the trainer by its frontier. The order is:
-the group first, then that it is scored, then the acknowledgement. A deadline that passed is written into the group's
-log, at most once (expected last sequence 0), and is an event like an end.
+the events of its log that are malformed, as dead letters; the group; that it is scored; then the acknowledgement. A
+deadline that passed is written into the group's log, at most once (expected last sequence 0), and is an event like an
+end.
 
 Awaits: `work` is woken by an `ended` event, an `overdue` one or `stopping`; reading a log by the broker's answers.
 """
@@ -21,7 +22,7 @@ from opengyre.proto import codec, subjects
 from opengyre.proto.base import Event
 from opengyre.proto.group import GroupReady
 from opengyre.proto.task import GroupOverdue
-from opengyre.proto.traj import Ended, Overdue, Started, TrajEvent
+from opengyre.proto.traj import Call, Ended, Overdue, Started, TrajEvent
 from opengyre.shared.blobs import MESSAGE_LIMIT
 from opengyre.shared.bus import (
     BusUnavailableError,
@@ -39,6 +40,8 @@ from opengyre.shared.logs import bound
 from opengyre.trajectory import figures
 from opengyre.trajectory.answers import Answers
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
+from opengyre.trajectory.faults import Fault, fault
+from opengyre.trajectory.tree import fault_of
 
 log = logging.getLogger("gyre.trajectory")
 
@@ -109,7 +112,7 @@ class Trajectory:
         started = asyncio.get_running_loop().time()
         stored = await read(self._context.bus, subjects.TRAJ, subjects.traj(run, group, "*", "*"))
         try:
-            parts = await asyncio.to_thread(_assemble, stored)
+            parts, faults = await asyncio.to_thread(_assemble, stored)
         except NotWholeError as error:
             if cause is None:
                 return  # No member has begun; the mark is there when they end.
@@ -117,13 +120,17 @@ class Trajectory:
         for part in parts:
             if part.cause == cause:
                 try:
-                    await self._publish(part)
+                    await self._publish(part, faults)
                 except BusUnavailableError as error:
                     raise RetryLater(str(error)) from error
                 figures.SECONDS.observe(asyncio.get_running_loop().time() - started)
 
-    async def _publish(self, assembled: Assembled) -> None:
+    async def _publish(self, assembled: Assembled, faults: Sequence[Fault]) -> None:
         context, scored = self._context, assembled.scored
+        for found in faults:
+            if found.execution in scored.executions:
+                await context.bus.publish(subjects.dlq(*subjects.TRAJECTORY_ENDED), found.letter)
+                figures.MALFORMED.inc()
         if assembled.ready is not None:
             ready = await self._packed(assembled.ready)
             await context.bus.publish(subjects.group_ready(scored.run), ready)
@@ -142,15 +149,22 @@ class Trajectory:
         return msgspec.structs.replace(ready, members=(), blob=await self._context.blobs.put(members))
 
 
-def _assemble(stored: Sequence[Stored]) -> list[Assembled]:
+def _assemble(stored: Sequence[Stored]) -> tuple[list[Assembled], list[Fault]]:
     events: list[LogEvent] = []
+    faults: list[Fault] = []
+    vocabularies: dict[str, int | None] = {}
     for message in stored:
         try:
             event = message.event()
         except codec.UndecodableError as error:
             # Its place in the log stays empty, which makes its execution a broken log, not the group.
             log.warning("undecodable event %d of TRAJ: %s", message.sequence, error)
+            faults.append(fault(message, str(error)))
             continue
         if isinstance(event, TrajEvent | Overdue):
             events.append(event)
-    return assemble(events)
+        if isinstance(event, Started):
+            vocabularies[event.execution] = event.vocabulary
+        if isinstance(event, Call) and (why := fault_of(event, vocabularies.get(event.execution))) is not None:
+            faults.append(fault(message, f"call {event.call} cannot be trained: {why}"))
+    return assemble(events), faults

@@ -18,6 +18,7 @@ from opengyre.proto import group
 from opengyre.proto.run import Sampling
 from opengyre.proto.traj import Call
 from opengyre.trees import Builder, Given, Path, Tree, choose, shares, structural
+from opengyre.trees.calls import MAX_TOKEN
 from opengyre.trees.weights import normalised
 
 LOGPROB_CEILING = 1e-4
@@ -38,13 +39,16 @@ class Paths:
     transitions: dict[str, int] = field(default_factory=dict)
 
 
-def fault_of(call: Call) -> str | None:
+def fault_of(call: Call, vocabulary: int | None = None) -> str | None:
     """Why this call's tokens cannot be trained, looking at the call alone; None if they can."""
     sampled = len(call.sampled_ids)
     if sampled == 0:
         return "empty_completion"
     if call.prefix_tokens + len(call.prompt_ids) == 0:
         return "empty_prompt"
+    most = MAX_TOKEN if vocabulary is None else vocabulary - 1
+    if any(ids and not 0 <= min(ids) <= max(ids) <= most for ids in (call.prompt_ids, call.sampled_ids)):
+        return "token_id"
     if len(call.logprobs) != sampled:
         return "logprobs_length"
     if not all(math.isfinite(value) and value <= LOGPROB_CEILING for value in call.logprobs):
@@ -59,28 +63,31 @@ def fault_of(call: Call) -> str | None:
     return None if place == sampled else "version_spans"
 
 
-def tree_of(calls: Sequence[Call]) -> tuple[Tree, dict[str, Call], int]:
+def tree_of(calls: Sequence[Call], vocabulary: int | None = None) -> tuple[Tree, dict[str, Call], int]:
     """The tree of the calls of one execution, in log order; each of its calls by id; and how many ids came with two
     contents, which are refused with all that bears them."""
     unique, conflicts = _unique(calls)
-    builder = Builder()
+    builder = Builder(vocabulary=vocabulary)
     for order, call in enumerate(unique.values()):
         builder.add(
             Given(
                 call.call, call.prompt_ids, call.sampled_ids, call.parent, call.prefix_tokens, order,
-                fault_of(call), call.role,
+                fault_of(call, vocabulary), call.role, wanted=call.choices > 1,
             )
         )  # fmt: skip
     return builder.tree(), unique, conflicts
 
 
-def paths(calls: Sequence[Call], sampling: Sampling | None = None, seed: int = 0) -> Paths:
+def paths(
+    calls: Sequence[Call], sampling: Sampling | None = None, seed: int = 0, vocabulary: int | None = None
+) -> Paths:
     """Sequences of the calls of one execution, in log order. A repeated call (same id and content) counts once.
 
-    `seed` is the execution's; with that of `sampling` it decides what is drawn.
+    `seed` is the execution's; with that of `sampling` it decides what is drawn. What has ids from
+    `vocabulary` on is refused, and so is what is known by its tokens only.
     """
     sampling = sampling or Sampling()
-    tree, by_name, conflicts = tree_of(calls)
+    tree, by_name, conflicts = tree_of(calls, vocabulary)
     roles = structural(tree.nodes)
     chosen = choose(tree.nodes, roles, j_max=sampling.j_max, seed=f"{sampling.seed}-{seed}")
     weight = _weights(tree, chosen.paths) if sampling.alternatives == "leaves" else {}

@@ -36,8 +36,8 @@ class BadTokensError(ValueError):
     """Token ids that are no ids."""
 
 
-def ids(tokens: "Tokens | Sequence[int]") -> Tokens:
-    """As an array; raises `BadTokensError` unless all are whole numbers in [0, 2**31)."""
+def ids(tokens: "Tokens | Sequence[int]", most: int = MAX_TOKEN) -> Tokens:
+    """As an array; raises `BadTokensError` unless all are whole numbers from 0 to `most`, which is below 2**31."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
         found = tokens
     else:
@@ -45,11 +45,11 @@ def ids(tokens: "Tokens | Sequence[int]") -> Tokens:
             wide = np.asarray(tokens if len(tokens) else (), dtype=None if len(tokens) else np.int32)
         except (ValueError, OverflowError) as error:
             raise BadTokensError("token ids are not numbers") from error
-        if wide.ndim != 1 or wide.dtype.kind not in "iu" or (len(wide) and int(wide.max()) > MAX_TOKEN):
-            raise BadTokensError(f"token ids are not whole numbers from 0 to {MAX_TOKEN}")
+        if wide.ndim != 1 or wide.dtype.kind not in "iu" or (len(wide) and int(wide.max()) > most):
+            raise BadTokensError(f"token ids are not whole numbers from 0 to {most}")
         found = wide.astype(np.int32)
-    if len(found) and int(found.min()) < 0:
-        raise BadTokensError(f"token ids are not whole numbers from 0 to {MAX_TOKEN}")
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) <= most:
+        raise BadTokensError(f"token ids are not whole numbers from 0 to {most}")
     return found
 
 

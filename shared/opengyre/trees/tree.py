@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from opengyre.trees.blocks import Tokens
-from opengyre.trees.calls import BadTokensError, Figures, Given, Node, ids
+from opengyre.trees.calls import MAX_TOKEN, BadTokensError, Figures, Given, Node, ids
 from opengyre.trees.lineage import Texts, relate
 from opengyre.trees.trie import ROOT, Position, Trie
 
@@ -68,6 +68,8 @@ class Builder:
     """Takes calls as they come; `tree` may be asked for at any time."""
 
     texts: Texts = field(default_factory=Texts)
+    vocabulary: int | None = None
+    """How many ids there are; None: not known. A call with others is refused."""
     _trie: Trie = field(default_factory=Trie)
     _placed: dict[str, _Placed] = field(default_factory=dict)
     _waiting: dict[str, dict[str, Given]] = field(default_factory=dict)
@@ -88,7 +90,8 @@ class Builder:
             self._conflicts.add(name)
             return "conflict"
         try:
-            given = _replace(given, ids(given.prompt), ids(given.sampled))
+            most = MAX_TOKEN if self.vocabulary is None else self.vocabulary - 1
+            given = _replace(given, ids(given.prompt, most), ids(given.sampled, most))
         except BadTokensError:
             self._given[name] = given
             self._lost[name] = "token_id"
@@ -126,8 +129,8 @@ class Builder:
                 self._lost[given.call] = "prefix_length"
                 return "refused"
             before = self._trie.prefix(parent, given.prefix)
-        start = self._trie.insert(before, ids(given.prompt))
-        end = self._trie.insert(start, ids(given.sampled)) if len(given.sampled) else start
+        start = self._trie.insert(before, np.asarray(given.prompt))
+        end = self._trie.insert(start, np.asarray(given.sampled)) if len(given.sampled) else start
         self._placed[given.call] = _Placed(_light(given), start, end)
         return "placed"
 
