@@ -131,10 +131,15 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     transition: Transition | None = None
 
 
+PROGRAM = -1
+"""`ToolResult.turn` of the end of an agent program."""
+
+
 class ToolResult(TrajEvent, frozen=True, kw_only=True, tag="traj.tool.v1"):
-    """One command of the agent, run in the sandbox."""
+    """One command of the agent, run in the sandbox, or the agent itself where it is a program."""
 
     turn: int
+    """The call that asked for it; `PROGRAM`: it is the program."""
     exec_id: str
     command: str
     exit_code: int | None

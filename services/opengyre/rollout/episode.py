@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.traj import (
+    PROGRAM,
     AnyTrajEvent,
     Call,
     Ended,
@@ -137,6 +138,8 @@ def _called(state: Episode, event: EpisodeEvent) -> Episode:
 
 def _ran(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, ToolResult)
+    if event.turn == PROGRAM:  # The calls' times are in its own.
+        return replace(state, active_s=max(state.active_s, event.duration_s - state.parked_s))
     return replace(state, active_s=state.active_s + event.duration_s)
 
 

@@ -7,11 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from opengyre.proto.traj import AnyTrajEvent, Call, ToolCall, ToolResult
+from opengyre.proto.traj import PROGRAM, AnyTrajEvent, Call, ToolCall, ToolResult
 from opengyre.rollout.messages import answer, turn_of
-
-PROGRAM = -1
-"""Turn of the result of an agent program, which is no command of a turn."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 
 from opengyre.proto.episode import EpisodeDispatch
-from opengyre.proto.sandbox import SandboxRef
-from opengyre.proto.traj import AnyTrajEvent, Call, Ended, Part, SandboxOpened, ToolResult, Verified
+from opengyre.proto.sandbox import ExecResult, SandboxRef
+from opengyre.proto.traj import PROGRAM, AnyTrajEvent, Call, Ended, Part, SandboxOpened, ToolResult, Verified
 from opengyre.rollout import shell, synthetic
 from opengyre.rollout.agent import Agent, ChatClient, ShellAgent, SyntheticAgent
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
@@ -31,6 +31,7 @@ from opengyre.rollout.episode import AgentEnded, Effect, Episode, EpisodeEvent, 
 from opengyre.rollout.history import History
 from opengyre.rollout.journal import Journal
 from opengyre.rollout.models import Models
+from opengyre.rollout.program import MAX_S, ProgramAgent, command_of, port_of
 from opengyre.rollout.recorder import Recorder
 from opengyre.rollout.restore import restored
 from opengyre.rollout.router import Router
@@ -40,6 +41,10 @@ from opengyre.shared.bus import Bus
 from opengyre.shared.waits import Waits
 
 log = logging.getLogger("gyre.rollout.runner")
+
+
+PROGRAM_CHARS = 4096
+"""What is recorded of an agent program's output."""
 
 
 class Outcome(enum.Enum):
@@ -188,7 +193,7 @@ class Runner:
             self.station.endpoints.key(self.dispatch.execution),
             self.dispatch.run,
         )
-        agent, sandbox = self._agent(client)
+        agent, sandbox = self._agent(client, recorder)
         self.station.endpoints.open(recorder)
         try:
             async with sandbox, budget.limit():
@@ -197,6 +202,8 @@ class Runner:
             return AgentEnded("time_budget")
         except SandboxLostError as error:
             return AgentEnded("infra", str(error))
+        except InvalidCommandError as error:
+            return AgentEnded("agent_error", str(error))
         finally:
             self.station.endpoints.close(self.dispatch.execution)
             await recorder.close()
@@ -205,7 +212,7 @@ class Runner:
             for event in self.journal.claim():
                 self._take(event)
 
-    def _agent(self, client: ChatClient) -> tuple[Agent, AbstractAsyncContextManager[Any]]:
+    def _agent(self, client: ChatClient, recorder: Recorder) -> tuple[Agent, AbstractAsyncContextManager[Any]]:
         """The agent, where its log stands, and what keeps its sandbox alive meanwhile."""
         turns = self.history.turns()
         if self.synthetic:
@@ -214,7 +221,37 @@ class Runner:
         steps = [shell.Step(turn.call.text, turn.result.output if turn.result is not None else None) for turn in turns]
         at_once = self.journal.attempt > 0
         kept = self.station.sandboxes.kept(self._ref(), self.station.replica, at_once=at_once)
+        if self.dispatch.harness.agent == "program":
+            return self._program(client, recorder), kept
         return ShellAgent(self.dispatch, client, self._run_command, steps), kept
+
+    def _program(self, client: ChatClient, recorder: Recorder) -> ProgramAgent:
+        sandboxes, ref, execution = self.station.sandboxes, self._ref(), self.dispatch.execution
+        port = port_of(execution, isolated=ref.isolated)
+        command = command_of(self.dispatch, port, client.key)
+        exec_id = f"{execution}-program"
+
+        async def start() -> ExecResult:
+            return await sandboxes.run_program(ref, exec_id, command, MAX_S)
+
+        async def forward() -> None:
+            await sandboxes.forward(ref, port, self.station.url)
+
+        async def finished(result: ExecResult) -> None:
+            if self.history.program is None:
+                await self._record(
+                    ToolResult,
+                    turn=PROGRAM,
+                    exec_id=exec_id,
+                    command=self.dispatch.harness.program or "",
+                    exit_code=result.exit_code,
+                    output=shell.observation(result, PROGRAM_CHARS),
+                    output_bytes=result.stdout_bytes + result.stderr_bytes,
+                    timed_out=result.timed_out,
+                    duration_s=result.duration_s,
+                )
+
+        return ProgramAgent(start, forward, finished, recorder)
 
     async def _run_command(self, turn: int, command: str) -> str:
         harness = self.dispatch.harness

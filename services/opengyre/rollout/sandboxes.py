@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -22,9 +23,13 @@ from opengyre.proto.sandbox import (
     DestroyResult,
     ExecRequest,
     ExecResult,
+    ForwardRequest,
+    ForwardResult,
     RenewRequest,
+    SandboxInfo,
     SandboxRef,
     SandboxSpec,
+    StatRequest,
     VerifyRequest,
     VerifyResult,
 )
@@ -39,6 +44,9 @@ PATIENCE_S = 5.0
 FAULTS = 5
 """Failures of the machine in a row before its sandbox is given up."""
 VERIFICATIONS = 3
+LOOK_S = 2.0
+ABSENT = 2
+"""After so many looks that do not find a program running, its answer is asked for again."""
 OUTPUT_LIMIT = 64 << 10
 
 Reply = TypeVar("Reply")
@@ -90,6 +98,34 @@ class Sandboxes:
             output_limit=OUTPUT_LIMIT,
         )
         return await self._ask(ref.node, "exec", request, ExecResult, timeout_s + MARGIN_S)
+
+    async def forward(self, ref: SandboxRef, port: int, url: str) -> None:
+        """Let the sandbox's `port` lead to the service at `url`; raises `SandboxLostError`, `InvalidCommandError`."""
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        request = ForwardRequest(sandbox=ref.sandbox, port=port, host=parts.hostname, target_port=parts.port)
+        await self._ask(ref.node, "forward", request, ForwardResult, MARGIN_S)
+
+    async def run_program(self, ref: SandboxRef, exec_id: str, command: str, timeout_s: float) -> ExecResult:
+        """Run a command that may take hours; raises as `execute` does.
+
+        The answer is lost with a service that starts again while it waits for the end. So every `LOOK_S` it is seen
+        whether the command still runs, and where it does not, its answer is asked for again.
+        """
+        asking = asyncio.create_task(self.execute(ref, exec_id, command, timeout_s))
+        absent = 0
+        try:
+            while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:
+                info = await self._ask(ref.node, "stat", StatRequest(sandbox=ref.sandbox), SandboxInfo, MARGIN_S)
+                absent = 0 if exec_id in info.running else absent + 1
+                if absent == ABSENT and not asking.done():
+                    absent = 0
+                    await _cancelled(asking)
+                    asking = asyncio.create_task(self.execute(ref, exec_id, command, timeout_s))
+            return asking.result()
+        finally:
+            await _cancelled(asking)
 
     async def verify(self, ref: SandboxRef, dispatch: EpisodeDispatch) -> VerifyResult:
         """Run the task's checks; an evaluation that failed is tried again. Raises `SandboxLostError`."""
@@ -169,3 +205,10 @@ class Sandboxes:
                         raise SandboxLostError(f"{verb} failed {faults} times: {error}") from error
                 log.info("sandbox: %s on %s: %s; trying again", verb, target, error)
             await asyncio.sleep(min(0.1 * 2**faults, 2.0))
+
+
+async def _cancelled(task: "asyncio.Task[ExecResult]") -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # whoever waited for it has heard it
