@@ -56,10 +56,13 @@ def test_nemo_gym_without_ids_is_read_as_messages() -> None:
     assert (found.unit, found.calls, kinds(found)) == ("messages", 2, ["root", "extend"])
 
 
-def test_nemo_gym_logprobs_of_another_length_are_refused_and_stay_context() -> None:
-    item = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.1]}
+@pytest.mark.parametrize(
+    ("logprobs", "reason"), [([-0.1], "logprobs_length"), ([-0.1, 0.5], "logprobs_value"), (None, "no_logprobs")]
+)
+def test_calls_without_sound_logprobs_are_refused_and_stay_context(logprobs: Any, reason: str) -> None:
+    item = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": logprobs}
     found = read([{"responses_create_params": {}, "response": {"output": [item]}}])
-    assert found.refused.reasons == {"logprobs_length": 1}
+    assert found.refused.reasons == {reason: 1}
     assert found.unique_nodes == 4
 
 
@@ -197,7 +200,7 @@ def test_a_tokenizer_makes_a_tree_of_tokens() -> None:
         (b'{"x": 1}', "its format is not known"),
         (b'{"log": {"entries": []}}', "it has no model call of the format har"),
         (b"PK\x03\x04rubbish", "its archive cannot be read"),
-        (b'{"a": "\xff\xfe"}', "it is"),
+        (b'{"a": "\xff\xfe"}', "its format is not known"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(data: bytes, sentence: str) -> None:

@@ -184,3 +184,21 @@ def test_a_broken_line_is_a_warning() -> None:
     data = json.dumps(chat([ASK], {"role": "assistant", "content": "x"})).encode() + b'\n{"request": {"mess'
     found = read_tree(Source("log", data), Forest())
     assert (found.calls, found.warnings) == (1, ("a line is no JSON object",))
+
+
+def test_the_harness_tells_whose_call_it_is() -> None:
+    main = {"system": "You are Claude Code, Anthropic's official CLI for Claude.", "messages": [ASK]}
+    helper = {"system": "You are an agent for Claude Code.", "messages": [{"role": "user", "content": "look"}]}
+    answer = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "x"}]}
+    agent = {"User-Agent": "claude-cli/2.0"}
+    rows = [{"request": {"headers": agent, "body": body}, "response": answer} for body in (main, helper)]
+    found = read(rows)
+    assert found.roles == {"main": 1, "sub-agent": 1}
+    assert found.transitions == {"branch": 1}
+
+
+def test_where_no_profile_tells_the_shape_does() -> None:
+    answer = {"role": "assistant", "content": "x"}
+    other = [{"role": "system", "content": "Other"}, {"role": "user", "content": "look"}]
+    found = read([chat([ASK], answer), chat(other, answer), chat([ASK, answer, ASK], answer)])
+    assert [row.role for row in found.per_call] == ["main", "sub-agent", "main"]

@@ -120,7 +120,7 @@ def _show(report: TreeReport) -> None:
     table = Table("figure", "value", show_header=False)
     for name in ("events", "path_tokens", "unique_nodes", "dedup_ratio", "leaves"):
         table.add_row(name, str(getattr(report, name)))
-    for name in ("leaf_kinds", "transitions", "diagnoses", "agents", "ignored", "facts"):
+    for name in ("leaf_kinds", "transitions", "diagnoses", "agents", "roles", "ignored", "facts"):
         found = getattr(report, name)
         if found:
             table.add_row(name, escape(", ".join(f"{key} {value}" for key, value in found.items())))
@@ -128,9 +128,11 @@ def _show(report: TreeReport) -> None:
     table.add_row("refused", f"{report.refused.count}{f' ({escape(reasons)})' if reasons else ''}")
     console.print(table)
     if report.per_call:
-        rows = Table("call", "agent", "transition", "of", "shares", "sampled", "length", "why")
+        rows = Table("call", "agent", "role", "transition", "of", "shares", "sampled", "length", "why")
         for row in report.per_call:
             why = ", ".join(part for part in (row.diagnosis, row.refused) if part)
             figures = (str(row.offset), str(row.events), str(row.length))
-            rows.add_row(escape(row.call), escape(row.agent), row.transition, escape(row.related or "-"), *figures, why)
+            rows.add_row(
+                escape(row.call), escape(row.agent), row.role, row.transition, escape(row.related or "-"), *figures, why
+            )
         console.print(rows)

@@ -1,17 +1,20 @@
 """Which format a file is in, told from its first objects, and the reader of each. Pure."""
 
+from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from opengyre.formats.atif import atif
 from opengyre.formats.claude import TALK, claude_code
 from opengyre.formats.codex import codex
 from opengyre.formats.inspect import inspect_log
 from opengyre.formats.model import Reader, Source
-from opengyre.formats.nemo import nemo_gym, response_in
+from opengyre.formats.nemo import nemo_gym
 from opengyre.formats.recorded import recorded
 from opengyre.formats.requests import chat_history, har, request_log
 from opengyre.formats.swe import swe_agent
-from opengyre.formats.values import FormatError, decode, decoded, obj, seq, string
+from opengyre.formats.values import FormatError, compact, decode, decoded, seq, string
 
 READERS: dict[str, Reader] = {
     "requests": request_log,
@@ -46,28 +49,64 @@ def detect(source: Source) -> str:
     raise FormatError(f"its format is not known; name it with --format: {', '.join(READERS)}")
 
 
-def _first_objects(source: Source) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+Row = dict[str, msgspec.Raw]
+"""An object of which nothing is decoded yet: a first line may hold a whole execution."""
+_row = msgspec.json.Decoder(Row)
+
+
+def _row_of(data: Any) -> Row | None:
+    try:
+        return _row.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _first_objects(source: Source) -> Iterator[Row]:
+    whole = True
     for number, line in source.lines():
-        row = decoded(line)
-        if row is None and not rows:
+        row = _row_of(line)
+        if row is None and whole:
             break  # A document over many lines, or none at all: what is wrong is said by what follows.
-        rows.append(obj(row))
+        whole = False
+        yield row or {}
         if number >= HEAD:
             break
-    if rows and any(rows):
-        return rows
-    document = decode(source.data)
-    return [obj(one) for one in (document[:HEAD] if isinstance(document, list) else [document])]
+    if whole:
+        row = _row_of(source.data)
+        if row is not None:
+            yield row
+            return
+        document = decode(source.data)
+        yield from (_row_of(compact(one)) or {} for one in seq(document)[:HEAD])
 
 
-def _format_of(row: dict[str, Any]) -> str | None:
-    kind = string(row.get("type"))
-    if isinstance(obj(row.get("log")).get("entries"), list):
+def _begin(raw: msgspec.Raw) -> bytes:
+    return bytes(memoryview(raw)[:64])
+
+
+def _text(row: Row, name: str) -> str:
+    raw = row.get(name)
+    return string(decoded(raw)) if raw is not None and _begin(raw)[:1] == b'"' else ""
+
+
+def _within(row: Row, name: str) -> Row:
+    raw = row.get(name)
+    return (_row_of(raw) if raw is not None else None) or {}
+
+
+def _list(row: Row, name: str, *, filled: bool = False) -> bool:
+    raw = row.get(name)
+    begin = _begin(raw) if raw is not None else b""
+    return begin[:1] == b"[" and not (filled and begin[1:].lstrip()[:1] == b"]")
+
+
+def _format_of(row: Row) -> str | None:
+    kind = _text(row, "type")
+    if _list(_within(row, "log"), "entries"):
         return "har"
-    if string(row.get("schema_version")).startswith("ATIF"):
+    if _text(row, "schema_version").startswith("ATIF"):
         return "atif"
-    if kind.startswith("traj.") or string(obj(row.get("event")).get("type")).startswith("traj."):
+    if kind.startswith("traj.") or _text(_within(row, "event"), "type").startswith("traj."):
         return "gyre"
     if (kind in CODEX and "payload" in row) or ("instructions" in row and "id" in row and not kind):
         return "codex"
@@ -76,16 +115,14 @@ def _format_of(row: dict[str, Any]) -> str | None:
     return _document(row)
 
 
-def _document(row: dict[str, Any]) -> str | None:
-    if isinstance(row.get("trajectory"), list):
+def _document(row: Row) -> str | None:
+    if _list(row, "trajectory"):
         return "swe-agent"
-    events = seq(row.get("events"))
-    if any("event" in obj(event) for event in events[:HEAD]) or ("eval" in row and "samples" in row):
+    if ("eval" in row and "samples" in row) or (_list(row, "events") and b'"event"' in bytes(row["events"])):
         return "inspect"
-    if "responses_create_params" in row or (response_in(row) is not None and "request" not in row):
+    answered = _list(row, "output") or any(_list(_within(row, name), "output") for name in ("response", "input"))
+    if "responses_create_params" in row or (answered and "request" not in row):
         return "nemo-gym"
-    if "response" in row and ("request" in row or "messages" in row or "prompt" in row or "input" in row):
+    if "request" in row or ("response" in row and {"messages", "prompt", "input"} & set(row)):
         return "requests"
-    if "request" in row:
-        return "requests"
-    return "messages" if seq(row.get("messages")) else None
+    return "messages" if _list(row, "messages", filled=True) else None

@@ -4,6 +4,7 @@ Known: OpenAI chat completions, completions and responses, Anthropic messages, e
 OpenAI-compatible server gives token ids (`prompt_token_ids`, `token_ids`), the call has them.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from opengyre.formats.messages import (
     response_item,
 )
 from opengyre.formats.model import LogCall, Message, Notes, message
+from opengyre.formats.roles import headers_of, role_of
 from opengyre.formats.streams import events, is_stream, whole
 from opengyre.formats.values import decoded, floats, number, obj, seq, string, token_ids
 
@@ -34,6 +36,12 @@ def body_of(value: Any) -> Any:
 def calls_of(request: Any, response: Any, name: str, notes: Notes, execution: str = "") -> Iterator[LogCall]:
     """The calls of one exchange, called `name`; more than one where several answers were asked for. An exchange that
     failed, or whose answer ended early, is a refused call."""
+    headers = headers_of(obj(request).get("headers"))
+    for call in _calls(request, response, name, notes, execution):
+        yield dataclasses.replace(call, role=role_of(call.prompt, headers)) if call.prompt else call
+
+
+def _calls(request: Any, response: Any, name: str, notes: Notes, execution: str) -> Iterator[LogCall]:
     asked, given = obj(body_of(request)), body_of(response)
     status = number(obj(response).get("status")) or number(obj(response).get("status_code")) or 200
     if not asked:

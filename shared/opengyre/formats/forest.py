@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from opengyre.formats.model import LogCall, Message
-from opengyre.trees import Builder, Given, Kind, Texts, Tree
+from opengyre.trees import Builder, Given, Kind, Role, Texts, Tree
 
+LOGPROB_CEILING = 1e-4
+"""A log-prob above this is none; rounding may leave one slightly above 0."""
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -30,6 +32,8 @@ class _Execution:
     """Call -> who asked."""
     places: dict[str, int] = field(default_factory=dict)
     """Call -> its place in the log, the first time."""
+    roles: dict[str, Role | None] = field(default_factory=dict)
+    """Call -> its role as far as the log tells it."""
     told: set[int] = field(default_factory=set)
     """Hashes of what each call's prompt and answer show."""
     paths: set[int] = field(default_factory=set)
@@ -90,6 +94,7 @@ class Forest:
             return "empty_completion"
         if not len(prompt) and not prefix:
             return "empty_prompt"
+        other: Role | None = "sub-agent" if call.agent != "main" else None
         if call.call not in execution.kinds:
             execution.kinds[call.call] = self._kind(execution, call, prompt, sampled)
         execution.builder.add(
@@ -101,7 +106,7 @@ class Forest:
                 prefix if call.parent is not None else None,
                 order=execution.places.setdefault(call.call, self._order),
                 fault=self._fault(call, len(sampled)),
-                role="main" if call.agent == "main" else "sub-agent",
+                role=execution.roles.setdefault(call.call, call.role or other),
                 kind=execution.kinds[call.call],
             )
         )
@@ -136,7 +141,9 @@ class Forest:
             return None
         if call.logprobs is None:
             return "no_logprobs"
-        return None if len(call.logprobs) == sampled else "logprobs_length"
+        if len(call.logprobs) != sampled:
+            return "logprobs_length"
+        return None if all(value <= LOGPROB_CEILING for value in call.logprobs) else "logprobs_value"
 
     def _number(self, one: Message) -> int:
         number = self._numbers.get(one.key)

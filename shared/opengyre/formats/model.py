@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opengyre.formats.values import compact
+from opengyre.trees import Role
 
 Unit = str
 """`tokens` or `messages`: what a tree of the log is made of."""
@@ -58,6 +59,8 @@ class LogCall:
     logprobs: Sequence[float] | None = None
     agent: str = "main"
     """Which agent asked: main, or the name of a sub-agent."""
+    role: Role | None = None
+    """By the harness's profile; None: a sub-agent if another than main asked, else the shape of the tree tells it."""
     after_compaction: bool = False
     """The log says that the history was summarised before this call."""
     refused: str | None = None

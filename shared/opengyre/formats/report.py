@@ -10,7 +10,7 @@ from opengyre.formats.detect import READERS, detect
 from opengyre.formats.forest import Forest
 from opengyre.formats.model import Notes, Source
 from opengyre.formats.values import FormatError
-from opengyre.trees import Node, Tree, Trie
+from opengyre.trees import Node, Role, Tree, Trie, structural
 from opengyre.trees.trie import ROOT
 
 
@@ -28,6 +28,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     execution: str
     call: str
     agent: str
+    role: str
     transition: str
     """`root`, or how it stands to the call before it."""
     related: str | None
@@ -68,7 +69,9 @@ class TreeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why histories diverge -> calls."""
     dedup_ratio: float
     agents: dict[str, int]
-    """Agent -> its calls."""
+    """Agent -> its calls, where the log names agents."""
+    roles: dict[str, int]
+    """Role -> calls, as the log, the harness's profile or the shape of the tree tells it."""
     ignored: dict[str, int]
     """Kind of entry -> how many have no part in the tree."""
     warnings: tuple[str, ...]
@@ -96,7 +99,7 @@ def _report(file: str, name: str, forest: Forest, notes: Notes, *, per_call: boo
     refused = Counter(forest.refused)
     for one in figures:
         refused.update(one.refused)
-    rows = [_row(forest, execution, node) for execution, tree in trees.items() for node in tree.nodes]
+    rows = [row for execution, tree in trees.items() for row in _rows(forest, execution, tree)]
     transitions = Counter(row.transition for row in rows if row.transition != "root")
     diagnoses = Counter(row.diagnosis for row in rows if row.diagnosis is not None)
     agents = forest.refused_agents + Counter(row.agent for row in rows)
@@ -118,6 +121,7 @@ def _report(file: str, name: str, forest: Forest, notes: Notes, *, per_call: boo
         diagnoses=dict(sorted(diagnoses.items())),
         dedup_ratio=round(path / unique, 4) if unique else 1.0,
         agents=dict(sorted(agents.items())),
+        roles=dict(sorted(Counter(row.role for row in rows).items())),
         ignored=dict(sorted(notes.ignored.items())),
         warnings=tuple(f"{text} ({many} times)" if many > 1 else text for text, many in sorted(notes.warnings.items())),
         facts=notes.facts,
@@ -156,7 +160,12 @@ def _leaf_kinds(forest: Forest, trees: dict[str, Tree]) -> Counter[str]:
     return found
 
 
-def _row(forest: Forest, execution: str, node: Node) -> CallRow:
+def _rows(forest: Forest, execution: str, tree: Tree) -> list[CallRow]:
+    roles = structural(tree.nodes)
+    return [_row(forest, execution, node, roles[node.call]) for node in tree.nodes]
+
+
+def _row(forest: Forest, execution: str, node: Node, role: Role) -> CallRow:
     agents = forest.executions[execution].agents
     kind, diagnosis = node.kind, node.diagnosis
     if kind == "extend" and node.parent is not None:
@@ -170,6 +179,7 @@ def _row(forest: Forest, execution: str, node: Node) -> CallRow:
         execution=execution,
         call=node.call,
         agent=agents[node.call],
+        role=role,
         transition=kind,
         related=node.related.call if node.related is not None else None,
         offset=node.offset,

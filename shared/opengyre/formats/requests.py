@@ -55,7 +55,7 @@ def har(source: Source, notes: Notes) -> Iterator[LogCall]:
             notes.ignored["other_request"] += 1
             continue
         given: dict[str, Any] = {"status": response.get("status"), "body": _content(obj(response.get("content")))}
-        asked = {"body": string(obj(request.get("postData")).get("text"))}
+        asked = {"body": string(obj(request.get("postData")).get("text")), "headers": request.get("headers")}
         name = string(obj(body_of(given)).get("id")) or f"entry-{number}"
         yield from calls_of(asked, given, name, notes)
 
