@@ -100,6 +100,8 @@ class Node:
     """Why a `realign` or `fork` diverges."""
     summary: "Node | None" = None
     """Of a `compaction`: the call whose completion is carried over."""
+    doubled: int = 0
+    """How many tokens of its prompt, where it diverges, are those right before once more."""
     parent_missing: bool = False
     """It declared a parent that never came."""
     refused: str | None = None
@@ -142,6 +144,8 @@ class Figures:
     transitions: dict[str, int]
     """Class -> calls; roots are none."""
     diagnoses: dict[str, int]
+    doubled: int = 0
+    """Calls whose prompt has a history twice."""
 
     @property
     def dedup_ratio(self) -> float:

@@ -15,6 +15,8 @@ of the abandoned part comes again in it:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from opengyre.trees.blocks import Tokens
 from opengyre.trees.calls import Diagnosis, Kind, Node, base
 from opengyre.trees.earlier import Earlier
@@ -22,6 +24,8 @@ from opengyre.trees.trie import Trie
 
 LOOK_BACK = 8
 """Completions that are searched for in a prompt that diverges."""
+DECODED = 1024
+"""Tokens after a divergence whose texts are compared."""
 WINDOW = 16
 """Tokens of a completion, at its end, that must come again."""
 
@@ -52,6 +56,8 @@ def relate(trie: Trie, nodes: Sequence[Node], texts: Texts) -> None:
             related, offset = earlier.most_shared(node)
             before = nodes[max(0, number - LOOK_BACK) : number]
             _classify(trie, node, related or nodes[number - 1], offset, before, earlier, texts)
+        if node.kind not in ("extend", "retry"):
+            node.doubled = _doubled(trie, node, texts)
         by_name[node.call] = node
         earlier.see(node)
     for same in earlier.prompts():
@@ -76,6 +82,9 @@ def _classify(
         node.kind, node.related, node.offset = "extend", parent, parent.length
     else:
         node.related, node.offset = related, offset
+        if _says_the_same(trie, node, related, offset, texts):
+            node.kind, node.diagnosis = node.given.kind or "realign", "retokenisation"
+            return
         node.kind = node.given.kind or _divergence(trie, node, related, offset, before, texts)
         if node.kind in ("realign", "fork"):
             node.diagnosis = _diagnose(trie, node, related, offset, texts)
@@ -118,24 +127,49 @@ def _comes_again(trie: Trie, past: Node, rest: Tokens, texts: Texts) -> bool:
 
 def contains(tokens: Tokens, part: Tokens) -> bool:
     """Whether `part` is a stretch of `tokens`."""
+    return find(tokens, part) >= 0
+
+
+def find(tokens: Tokens, part: Tokens, start: int = 0) -> int:
+    """Where `part` first is in `tokens`, from `start` on; -1 if it is not."""
     haystack, needle, width = tokens.tobytes(), part.tobytes(), tokens.itemsize
-    at = haystack.find(needle)
+    at = haystack.find(needle, start * width)
     while at >= 0 and at % width:
         at = haystack.find(needle, at + 1)
-    return at >= 0
+    return at // width if at >= 0 else -1
+
+
+def _says_the_same(trie: Trie, node: Node, related: Node, offset: int, texts: Texts) -> bool:
+    """Whether what follows the divergence is, in other tokens, the text that was there."""
+    if texts.decode is None or not offset < related.length:
+        return False
+    first = max(0, offset - 4)  # The text of a token may depend on those before.
+    was = texts.decode(trie.tokens(trie.prefix(related.end, offset + DECODED), first).tolist())
+    now = texts.decode(trie.tokens(trie.prefix(node.start, offset + 2 * DECODED), first).tolist())
+    return now.startswith(was)
+
+
+def _doubled(trie: Trie, node: Node, texts: Texts) -> int:
+    """Length of the stretch that the prompt, from where it diverges, has twice in a row."""
+    prompt = trie.tokens(node.start)
+    new = prompt[node.offset :]
+    window = new[: 4 * texts.shortest]
+    if len(window) < 4 * texts.shortest:
+        return 0
+    for text in (prompt, new):  # What was there before once more; or what is new, twice.
+        place = find(text, window, 0 if text is prompt else 1)
+        length = node.offset - place if text is prompt else place
+        if 0 < length <= len(new) and place >= 0:
+            before = prompt[place : node.offset] if text is prompt else new[:length]
+            after = new[:length] if text is prompt else new[length : 2 * length]
+            if np.array_equal(before, after):
+                return length
+    return 0
 
 
 def _diagnose(trie: Trie, node: Node, related: Node, offset: int, texts: Texts) -> Diagnosis:
     """Why the same history is told in other tokens; `edit` if it is another history."""
     old, new = trie.tokens(related.end, offset), trie.tokens(node.start, offset)
-    if texts.decode is not None:
-        # A few tokens that both share go along: the text of a token may depend on the one before.
-        shared = trie.tokens(node.start, max(0, offset - 4))[: min(4, offset)]
-        was = texts.decode([*shared.tolist(), *old.tolist()])
-        size = 2 * len(old) + WINDOW
-        now = texts.decode([*shared.tolist(), *new[:size].tolist()])
-        if now.startswith(was):
-            return "retokenisation"
     if len(new) and len(old) and (int(old[0]) in texts.special or int(new[0]) in texts.special):
         return "template"
     if offset >= related.start.depth and _comes_again(trie, related, new, texts):

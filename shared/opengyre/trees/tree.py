@@ -59,6 +59,7 @@ class Tree:
             leaves=self.trie.leaves,
             refused=dict(sorted(refused.items())),
             transitions=dict(sorted(kinds.items())),
+            doubled=sum(node.doubled > 0 for node in self.nodes),
             diagnoses=dict(sorted(Counter(n.diagnosis for n in self.nodes if n.diagnosis is not None).items())),
         )
 
