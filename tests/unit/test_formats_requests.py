@@ -44,6 +44,19 @@ def test_a_tool_call_in_other_bytes_is_a_fork() -> None:
     assert "extend" not in found.transitions
 
 
+def test_marks_for_the_server_are_no_part_of_the_prompt() -> None:
+    tool = {"name": "ls", "input_schema": {"type": "object"}}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "x"}]}
+    marked = [{"role": "user", "content": [{"type": "text", "text": "go", "cache_control": {"type": "ephemeral"}}]}]
+    rows = [
+        {"request": {"tools": [{**tool, "cache_control": {"type": "ephemeral"}}], "messages": marked},
+         "response": {"type": "message", "id": "m1", **said}},
+        {"request": {"tools": [tool], "messages": [ASK, {"id": "m1", **said}, ASK]},
+         "response": {"type": "message", "id": "m2", **said}},
+    ]  # fmt: skip
+    assert read(rows).transitions == {"extend": 1}
+
+
 def test_other_tools_are_another_prompt() -> None:
     answer = {"role": "assistant", "content": "x"}
     one, two = ({"type": "function", "function": {"name": name}} for name in ("a", "b"))
@@ -69,7 +82,7 @@ def test_several_answers_are_several_calls() -> None:
     row = chat([ASK], {"role": "assistant", "content": "x"})
     row["response"]["choices"].append({"index": 1, "message": {"role": "assistant", "content": "y"}})
     found = read([row])
-    assert (found.calls, found.leaves, found.unique_nodes) == (2, 2, 3)
+    assert (found.calls, found.leaves, found.unique_nodes, found.refused.count) == (2, 2, 3, 0)
 
 
 def test_token_ids_of_a_server_make_a_tree_of_tokens() -> None:
@@ -143,12 +156,19 @@ def test_responses_that_name_the_one_before() -> None:
     assert (found.transitions, found.unique_nodes) == ({"extend": 1}, 4)
 
 
+CUT = sse(
+    {"type": "message_start", "message": {"id": "m", "role": "assistant"}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "I "}},
+)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"request": {"messages": [ASK]}, "response": {"error": {"message": "no"}}}, "failed_request"),
         ({"request": {"messages": [ASK]}, "response": {"status": 529, "body": "{}"}}, "failed_request"),
         ({"request": {"messages": [ASK]}, "response": 'data: {"choices": [{"delta": {}}]}\n\n'}, "incomplete_answer"),
+        ({"request": {"messages": [ASK]}, "response": CUT}, "incomplete_answer"),
         ({"request": {"messages": [ASK]}, "response": {"weather": "fine"}}, "unknown_answer"),
         ({"request": None, "response": {"choices": [{}]}}, "no_request"),
     ],

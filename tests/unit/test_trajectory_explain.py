@@ -142,6 +142,12 @@ def test_a_call_whose_parent_never_came_is_shown() -> None:
     assert outcomes(report) == {"a": "trained", "b": "refused: parent_missing"}
 
 
+def test_ids_outside_the_vocabulary_are_refused_as_they_were() -> None:
+    events = [*log(MEMBERS[0], 1.0, call("a", (1, 2), (3, 4)), call("b", (1, 99), (3,))), *OTHER]
+    events = [msgspec.structs.replace(one, vocabulary=50) if isinstance(one, Started) else one for one in events]
+    assert outcomes(explain(MEMBERS[0], events)) == {"a": "trained", "b": "refused: token_id"}
+
+
 def test_an_execution_that_the_log_does_not_have() -> None:
     with pytest.raises(UnknownExecutionError, match="no start of execution"):
         explain(MEMBERS[1], log(MEMBERS[0], 1.0))

@@ -32,7 +32,7 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
     part = _part(execution, events)
     member = _member(execution, part)
     ordered = sorted((event for event in own if isinstance(event, Call)), key=lambda call: (call.index, call.attempt))
-    tree, by_name, conflicts = tree_of(ordered)
+    tree, by_name, conflicts = tree_of(ordered, started.vocabulary)
     sampling = started.dispatch.sampling
     roles = structural(tree.nodes)
     # The same draw that made the group: `paths` of `trajectory.tree`.

@@ -105,6 +105,7 @@ def _choices(
             prompt_ids=prompt_ids if sampled is not None else None,
             sampled_ids=sampled if prompt_ids is not None else None,
             logprobs=floats(entries.get("token_logprobs")) or logprobs or None,
+            wanted=len(choices) > 1,
             usage=usage_of(given),
         )
 

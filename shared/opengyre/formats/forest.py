@@ -108,6 +108,7 @@ class Forest:
                 fault=self._fault(call, len(sampled)),
                 role=execution.roles.setdefault(call.call, call.role or other),
                 kind=execution.kinds[call.call],
+                wanted=call.wanted,
             )
         )
         execution.lengths.setdefault(call.call, prefix + len(prompt) + len(sampled))
@@ -189,6 +190,7 @@ class Forest:
                     fault=node.given.fault,
                     role=node.given.role,
                     kind=node.given.kind,
+                    wanted=node.given.wanted,
                 )
             )
         return builder.tree()

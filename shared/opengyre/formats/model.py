@@ -61,6 +61,8 @@ class LogCall:
     """Which agent asked: main, or the name of a sub-agent."""
     role: Role | None = None
     """By the harness's profile; None: a sub-agent if another than main asked, else the shape of the tree tells it."""
+    wanted: bool = False
+    """It is one of several answers that were all asked for: none takes another's place."""
     after_compaction: bool = False
     """The log says that the history was summarised before this call."""
     refused: str | None = None

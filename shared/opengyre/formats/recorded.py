@@ -42,4 +42,6 @@ def log_call(call: Call) -> LogCall:
         prompt_ids=call.prompt_ids,
         sampled_ids=call.sampled_ids,
         logprobs=call.logprobs,
+        role=call.role,
+        wanted=call.choices > 1,
     )
