@@ -78,6 +78,13 @@ def test_a_line_that_came_twice_is_one_call() -> None:
     assert read([row, row]).calls == 1
 
 
+def test_sessions_are_executions_of_their_own() -> None:
+    answer = {"role": "assistant", "content": "x"}
+    rows = [{**chat([ASK], answer, f"id-{name}"), "session_id": name} for name in "ab"]
+    found = read(rows)
+    assert (found.executions, found.transitions, found.refused.count, found.unique_nodes) == (2, {}, 0, 2)
+
+
 def test_several_answers_are_several_calls() -> None:
     row = chat([ASK], {"role": "assistant", "content": "x"})
     row["response"]["choices"].append({"index": 1, "message": {"role": "assistant", "content": "y"}})
