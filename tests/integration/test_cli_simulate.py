@@ -78,6 +78,19 @@ def test_tune_reads_a_recipe_and_advises(tmp_path: Path) -> None:
             ("updates = 4", "updates = 4\n[run.elastic]\nmin_train_cells = 3\nmax_train_cells = 2"),
             "elastic.max_train_cells is 2; allowed are values from 3",
         ),
+        (("mu = 2", "mu = 1.5"), "in [run.dispatch]: mu is 1.5; allowed: a whole number"),
+        (
+            ("updates = 4", "updates = 4\n[run.elastic]\npolicy = 'foo'"),
+            "policy is 'foo'; allowed: 'fine', 'static', 'global', 'coarse'",
+        ),
+        (
+            ("updates = 4", "updates = 4\n[run.elastic]\nmin_rollout_cells = 5\nmin_train_cells = 5"),
+            "elastic.min_train_cells is 5 and elastic.min_rollout_cells is 5, 10 together, but there are 8 cells",
+        ),
+        (
+            ("updates = 4", "updates = 4\n[run.elastic]\npolicy = 'static'\ntrain_cells = 9"),
+            "elastic.train_cells is 9 and one at least has to serve, 10 together, but there are 8 cells",
+        ),
         (("phi", "psi"), "unknown field run.dispatch.psi; allowed: phi, mu"),
     ],
 )
@@ -97,6 +110,8 @@ def test_a_recipe_that_cannot_be_is_one_sentence(tmp_path: Path, change: tuple[s
         (("simulate", "table9"), "table9 does not exist; allowed: table1, frontier, scale, page, or a recipe"),
         (("simulate", "table1", "--switch-hours", "-1"), "--switch-hours: workload.switch_h is -1.0; allowed"),
         (("tune", "--max-staleness", "1", "--from", "x", "--recipe", "y"), "--from and --recipe name two workloads"),
+        (("simulate", "table1", "--updates", "3"), "--updates is for a recipe; table1 does not take it"),
+        (("bench", "table1", "--keep", "/proc/x"), "--keep: /proc/x cannot be made: "),
         (("bench", "table1", "--rows", "A0,Z9"), "--rows names 'Z9'; allowed: A0, A1, A2, A3, C0, C1, E0, ours"),
     ],
 )

@@ -259,6 +259,15 @@ def test_tune_keeps_the_bound_and_finds_more_than_the_present_setting() -> None:
     assert advice.elastic_gain > 0.1
 
 
+def test_tune_does_not_praise_a_present_setting_that_breaks_the_bound() -> None:
+    present = Setting(Dispatch(phi=0.5, mu=2), setting_of(0, 1).elastic, 6)
+    advice = tune(Search(SMALL, 0.0, updates=6, seeds=1), present)
+    assert advice.gain is not None
+    assert advice.gain < 0
+    assert any("above the bound of 0" in sentence for sentence in advice.says)
+    assert not any("leave it" in sentence for sentence in advice.says)
+
+
 def test_tune_says_where_elastic_cells_do_not_help() -> None:
     slow = replace(SMALL, switch_h=4.0)
     advice = tune(Search(slow, 1.0, updates=6, seeds=1))

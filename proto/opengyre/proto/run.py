@@ -157,6 +157,18 @@ def _optional(name: str, value: float | None, low: float, high: float) -> tuple[
     return () if value is None else ((name, value, low, high),)
 
 
+def _train_cells(elastic: Elastic) -> tuple[float, float]:
+    """A fixed split is within the floor and the ceiling of the train role."""
+    if elastic.policy != "static":
+        return 1, 10_000
+    return max(1, elastic.min_train_cells), elastic.max_train_cells or 10_000
+
+
+def _standalone_cells(elastic: Elastic) -> tuple[float, float]:
+    """They are what serves while the pool trains."""
+    return (max(1, elastic.min_rollout_cells) if elastic.policy == "coarse" else 0), 10_000
+
+
 def validate(spec: RunSpec) -> RunSpec:
     """Return `spec` if every field is in its range, else raise `InvalidRunError` naming the first that is not."""
     d, h, o, e = spec.dispatch, spec.harness, spec.optimization, spec.elastic
@@ -182,9 +194,14 @@ def validate(spec: RunSpec) -> RunSpec:
         ("optimization.clip_low", o.clip_low, 0, 1),
         ("optimization.clip_high", o.clip_high, 1, 100),
         ("optimization.gradient_clip_norm", o.gradient_clip_norm, 1e-6, 1e6),
-        ("elastic.train_cells", e.train_cells, 1, 10_000),
+        ("elastic.train_cells", e.train_cells, *_train_cells(e)),
         ("elastic.min_rollout_cells", e.min_rollout_cells, 0, 10_000),
-        ("elastic.standalone_cells", e.standalone_cells, 1 if e.policy == "coarse" else 0, 10_000),
+        (
+            "elastic.standalone_cells",
+            e.standalone_cells,
+            max(1, e.min_rollout_cells) if e.policy == "coarse" else 0,
+            10_000,
+        ),
         ("elastic.min_train_cells", e.min_train_cells, 0, 10_000),
         ("elastic.dwell_s", e.dwell_s, 0, 86_400),
         ("elastic.gate", e.gate, 0, 1_000),

@@ -43,7 +43,7 @@ def table1(
     rows: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(ROWS)}.")] = "A0,C0,E0,ours",
     time_scale: Annotated[float, typer.Option(min=1, max=100_000, help="Emulated seconds in a real one.")] = 360,
     updates: Annotated[int, typer.Option(min=1, max=1000, help="Updates that are measured.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of every row's run, so that all meet the same episodes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of every row's run, so that all meet the same episodes.")] = 0,
     processes: Annotated[int, typer.Option(min=1, max=32, help="Processes that the emulated hosts share.")] = 1,
     keep: Annotated[Path | None, typer.Option(help="Keep the rows' state and logs below this directory.")] = None,
     json: JsonOption = False,
@@ -59,7 +59,10 @@ def table1(
     if not wanted:
         raise StackError(f"--rows is empty; allowed: {', '.join(ROWS)}")
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StackError(f"--keep: {keep} cannot be made: {error.strerror}") from error
     bench = Bench(time_scale, updates, seed, processes, PAPER, keep)
     try:
         facts = asyncio.run(_measure(wanted, bench, load()))

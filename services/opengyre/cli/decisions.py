@@ -127,7 +127,13 @@ def again(
     Example: gyre decisions replay demo
     """
     if file is not None:
-        report = replay(run or str(file), _recorded(file, run))
+        decisions = list(_recorded(file, None))
+        chosen = [decision for decision in decisions if run in (None, decision.run)]
+        if not chosen:
+            held = ", ".join(sorted({decision.run for decision in decisions})) or "none"
+            wanted = "a decision" if run is None else f"a decision of run {run}"
+            raise StackError(f"{file} does not hold {wanted}; runs in it: {held}")
+        report = replay(run or str(file), chosen)
     else:
         api = connect(gateway, api_key, state_dir)
         named = segment("run", run) if run is not None else None

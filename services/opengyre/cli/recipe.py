@@ -12,9 +12,10 @@ generator = "shelltasks"   # generated ones: count, seed, split
 count = 600
 """
 
+import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -95,7 +96,9 @@ def _run(path: Path, table: Any) -> RunSpec:
     try:
         spec = validate(msgspec.convert(table, RunSpec))
         check_run(spec.run)
-    except (msgspec.ValidationError, InvalidRunError, BadIdentifierError) as error:
+    except msgspec.ValidationError as error:
+        raise TaskFileError(f"{path}: in [run]: {wrong_type(error, table, RunSpec)}") from error
+    except (InvalidRunError, BadIdentifierError) as error:
         raise TaskFileError(f"{path}: in [run]: {error}") from error
     if Path(spec.model).is_absolute():
         return spec  # it may be on the trainer's machine only
@@ -103,6 +106,24 @@ def _run(path: Path, table: Any) -> RunSpec:
     if not model.is_dir():
         raise TaskFileError(f"{path}: run.model is {spec.model!r} and {model} is no directory; it holds a policy")
     return msgspec.structs.replace(spec, model=str(model.resolve()))
+
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+
+
+def wrong_type(error: msgspec.ValidationError, table: Any, kind: type[Any]) -> str:
+    """What is wrong with a value whose type is not its field's: the field, the value, what is allowed."""
+    place = re.search(r"`\$\.([\w.]+)`", str(error))
+    if place is None:
+        return str(error)
+    value: Any = table
+    hint: Any = kind
+    for name in place[1].split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+        hint = get_type_hints(hint).get(name) if isinstance(hint, type) else None
+    options = [option for part in (get_args(hint) or (hint,)) for option in (get_args(part) or (part,))]
+    allowed = ", ".join(KINDS.get(option, repr(option)) for option in options if option is not type(None))
+    return f"{place[1]} is {value!r}; allowed: {allowed}"
 
 
 def _tasks(path: Path, table: Any) -> tuple[TaskSpec, ...]:

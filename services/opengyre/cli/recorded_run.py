@@ -35,10 +35,12 @@ async def _read(bus: Bus, run: str) -> tuple[RunSpec, Recorded]:
     commits = await read(bus, subjects.UPDATES, subjects.update(run, "committed"))
     changes = await read(bus, subjects.HOSTS, subjects.host("*", "state"))
     async with Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
-        return spec, recorded(
-            spec,
-            [event for stored in ended if isinstance(event := stored.event(), Ended)],
-            [event for stored in commits if isinstance(event := stored.event(), Committed)],
-            [event for stored in changes if isinstance(event := stored.event(), HostStateChanged)],
-            list(hosts.values.values()),
-        )
+        there = list(hosts.values.values())
+    # Outside the view, which would wrap what is raised.
+    return spec, recorded(
+        spec,
+        [event for stored in ended if isinstance(event := stored.event(), Ended)],
+        [event for stored in commits if isinstance(event := stored.event(), Committed)],
+        [event for stored in changes if isinstance(event := stored.event(), HostStateChanged)],
+        there,
+    )

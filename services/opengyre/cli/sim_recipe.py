@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from opengyre.cli.recipe import wrong_type
 from opengyre.cli.stack import StackError
 from opengyre.proto.run import Dispatch, Elastic, InvalidRunError, RunSpec, validate
 from opengyre.sim.workload import PAPER, Workload
@@ -66,7 +67,7 @@ def _convert(path: Path, name: str, values: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise StackError(f"{path}: in [{name}]: {error}") from error
+        raise StackError(f"{path}: in [{name}]: {wrong_type(error, values, kind)}") from error
 
 
 def _workload(path: Path, values: dict[str, Any], dispatch: Dispatch) -> Workload:

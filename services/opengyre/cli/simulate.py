@@ -2,6 +2,7 @@
 from a recipe or a recorded run, and shown."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +16,14 @@ from opengyre.cli.client import JsonOption, StateDirOption, console, errors, sho
 from opengyre.cli.sim_recipe import read_sim_recipe
 from opengyre.cli.sim_views import frontier_table, moments, narrow, outcome_facts, page_text, rows_table
 from opengyre.cli.stack import StackError
+from opengyre.elastic.explain import unfit
 from opengyre.sim.frontier import frontier
 from opengyre.sim.gyre import Outcome, Setting, StuckError, simulate
 from opengyre.sim.scale import SCALES, measure
 from opengyre.sim.table1 import PAPER_ROWS, ROWS, UPDATES, table
 from opengyre.sim.workload import PAPER, Workload
 
+WORDS = ("table1", "frontier", "scale", "page")
 WHATS = "table1, frontier, scale, page, or a recipe (a TOML file)"
 NatsOption = Annotated[str | None, typer.Option("--nats", help="NATS URL; default: the stack's.")]
 
@@ -50,6 +53,8 @@ def simulate_command(
     Example: gyre simulate table1 --json
     """
     workload = _workload(switch_hours)
+    if what in WORDS:
+        _only_of_recipes(what, {"--updates": updates, "--from": from_run, "--timeline": timeline})
     match what:
         case "table1":
             rows = table([*PAPER_ROWS, "ours"], workload=workload, seeds=seeds, progress=_say)
@@ -63,6 +68,12 @@ def simulate_command(
             _page(workload, seeds, out, json)
         case _:
             _recipe(Path(what), seeds, updates, switch_hours, from_run, timeline, nats, state_dir, json)
+
+
+def _only_of_recipes(what: str, options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise StackError(f"{name} is for a recipe; {what} does not take it")
 
 
 def _say(step: str) -> None:
@@ -128,6 +139,8 @@ def _recipe(
     try:
         if switch_hours is not None:
             workload = replace(workload, switch_h=switch_hours)
+        if (lack := unfit(recipe.elastic, workload.cells)) is not None:
+            raise StackError(f"{path}: {lack}")
         setting = Setting(recipe.dispatch, recipe.elastic, updates or recipe.updates or UPDATES)
         outcomes: list[Outcome] = []
         for seed in range(seeds):

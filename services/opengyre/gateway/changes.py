@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
+from opengyre.elastic.explain import unfit
 from opengyre.gateway.models import DispatchIn, ElasticIn, Input
 from opengyre.gateway.problems import Problem
 from opengyre.proto.run import InvalidRunError, RunSpec, validate
@@ -80,16 +81,10 @@ def checked(spec: RunSpec, cells: Collection[str]) -> RunSpec:
     except InvalidRunError as error:
         raise Problem(422, str(error), field=str(error).partition(" ")[0].rstrip(":")) from error
     if (lack := unmet(spec, len(cells))) is not None:
-        raise Problem(422, lack, field="elastic.min_train_cells")
+        raise Problem(422, lack, field=lack.partition(" ")[0])
     return spec
 
 
 def unmet(spec: RunSpec, cells: int) -> str | None:
-    """Why `cells` cells cannot meet both floors; None while they can, or where no cell is known yet."""
-    rollout, train = spec.elastic.min_rollout_cells, spec.elastic.min_train_cells
-    if not cells or rollout + train <= cells:
-        return None
-    return (
-        f"elastic.min_train_cells is {train} and elastic.min_rollout_cells is {rollout}, {rollout + train} together, "
-        f"but there are {cells} cells; allowed is a sum of at most {cells}"
-    )
+    """Why `cells` cells cannot be divided as it says; None while they can, or where no cell is known yet."""
+    return unfit(spec.elastic, cells) if cells else None

@@ -64,6 +64,34 @@ def _groups(executions: int, size: int) -> str:
     return f"{executions / size:g}"
 
 
+def unfit(elastic: Elastic, cells: int) -> str | None:
+    """Why `cells` cells cannot be divided as `elastic` says, in a sentence that begins with the field; else None.
+
+    A lone cell alternates, whatever the split.
+    """
+    rollout, train = elastic.min_rollout_cells, elastic.min_train_cells
+    serving = f"elastic.min_rollout_cells is {rollout}" if rollout else "one at least has to serve"
+    if elastic.policy == "static" and cells > 1:
+        named = f"elastic.train_cells is {elastic.train_cells}"
+        rollout, train = max(1, rollout), elastic.train_cells
+    elif elastic.policy == "coarse" and cells > 1:
+        named = f"elastic.standalone_cells is {elastic.standalone_cells}"
+        rollout, train = elastic.standalone_cells, max(1, train)
+        if rollout + train > cells:
+            return f"{named}, but there are {cells} cells and {train} must be able to train; allowed is at most " + str(
+                max(0, cells - train)
+            )
+        return None
+    else:
+        named = f"elastic.min_train_cells is {train}"
+    if rollout + train <= cells:
+        return None
+    return (
+        f"{named} and {serving}, {rollout + train} together, but there are {cells} cells; allowed is a sum of at most "
+        f"{cells}"
+    )
+
+
 def unmet_floors(elastic: Elastic, cells: Sequence[CellReport]) -> list[str]:
     """Floors that the present cells cannot meet; lost cells and those under another wish do not count."""
     there = [cell for cell in cells if cell.state != "lost"]

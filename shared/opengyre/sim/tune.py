@@ -147,25 +147,22 @@ def tune(search: Search, present: Setting | None = None, progress: Callable[[int
         best_static=static,
         gain=gain,
         elastic_gain=over,
-        says=tuple(_sentences(search, found[0], static, gain, over)),
+        says=tuple(_sentences(search, found[0], static, now, gain, over)),
         candidates=tuple(found),
     )
 
 
 def _sentences(
-    search: Search, best: Candidate, static: Candidate | None, gain: float | None, over: float | None
-) -> Iterator[str]:
+    search: Search, best: Candidate, static: Candidate | None, now: Candidate | None, gain: float | None,
+    over: float | None,
+) -> Iterator[str]:  # fmt: skip
     size = search.workload.group_size
     yield (
         f"best: {best.describe(size)}: {best.executions_per_hour:.4g} executions an hour at a mean staleness of "
         f"{best.staleness_mean:.2f} (worst {best.staleness_max}), {best.efficiency:.0%} of what the cells could do"
     )
-    if gain is not None:
-        yield (
-            f"expected gain over the present setting: {gain:+.1%}"
-            if gain > WORTH
-            else f"the present setting is as good as any within {WORTH:.0%}: leave it"
-        )
+    if now is not None and gain is not None:
+        yield _beside(search, now, gain)
     if over is None:
         yield "with one cell there is no split to compare: it has to alternate"
     elif over > WORTH:
@@ -176,3 +173,14 @@ def _sentences(
             f"elasticity does not help here ({over:+.1%} over the best fixed split): switches cost "
             f"{search.workload.switch_h * 3600:.3g} s and work for each role is even enough; set policy = static"
         )
+
+
+def _beside(search: Search, now: Candidate, gain: float) -> str:
+    if now.staleness_mean > search.max_staleness + 1e-9:
+        return (
+            f"the present setting has a mean staleness of {now.staleness_mean:.2f}, above the bound of "
+            f"{search.max_staleness:g}; to keep the bound changes the throughput by {gain:+.1%}"
+        )
+    if gain > WORTH:
+        return f"expected gain over the present setting: {gain:+.1%}"
+    return f"the present setting is as good as any within {WORTH:.0%}: leave it"
