@@ -41,17 +41,23 @@ class Paths:
 
 def fault_of(call: Call, vocabulary: int | None = None) -> str | None:
     """Why this call's tokens cannot be trained, looking at the call alone; None if they can."""
+    most = MAX_TOKEN if vocabulary is None else vocabulary - 1
+    if any(ids and not 0 <= min(ids) <= max(ids) <= most for ids in (call.prompt_ids, call.sampled_ids)):
+        return "token_id"
+    return _fault(call)
+
+
+def _fault(call: Call) -> str | None:
+    """`fault_of` without a look at each id, which the tree has anyway."""
     sampled = len(call.sampled_ids)
     if sampled == 0:
         return "empty_completion"
     if call.prefix_tokens + len(call.prompt_ids) == 0:
         return "empty_prompt"
-    most = MAX_TOKEN if vocabulary is None else vocabulary - 1
-    if any(ids and not 0 <= min(ids) <= max(ids) <= most for ids in (call.prompt_ids, call.sampled_ids)):
-        return "token_id"
     if len(call.logprobs) != sampled:
         return "logprobs_length"
-    if not all(math.isfinite(value) and value <= LOGPROB_CEILING for value in call.logprobs):
+    # What is not a number makes the sum none.
+    if not (math.isfinite(sum(call.logprobs)) and max(call.logprobs) <= LOGPROB_CEILING):
         return "logprobs_value"
     if not (math.isfinite(call.temperature) and call.temperature > 0):
         return "temperature"
@@ -72,7 +78,7 @@ def tree_of(calls: Sequence[Call], vocabulary: int | None = None) -> tuple[Tree,
         builder.add(
             Given(
                 call.call, call.prompt_ids, call.sampled_ids, call.parent, call.prefix_tokens, order,
-                fault_of(call, vocabulary), call.role, wanted=call.choices > 1,
+                _fault(call), call.role, wanted=call.choices > 1,
             )
         )  # fmt: skip
     return builder.tree(), unique, conflicts
@@ -110,7 +116,8 @@ def _unique(calls: Iterable[Call]) -> tuple[dict[str, Call], int]:
     seen: dict[str, Call] = {}
     conflicts: set[str] = set()
     for call in calls:
-        if seen.setdefault(call.call, call) != call:
+        before = seen.setdefault(call.call, call)
+        if before is not call and before != call:
             conflicts.add(call.call)
     return {name: call for name, call in seen.items() if name not in conflicts}, len(conflicts)
 
