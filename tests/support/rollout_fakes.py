@@ -21,9 +21,13 @@ from opengyre.proto.sandbox import (
     DestroyResult,
     ExecRequest,
     ExecResult,
+    ForwardRequest,
+    ForwardResult,
     RenewRequest,
+    SandboxInfo,
     SandboxRef,
     SandboxSpec,
+    StatRequest,
     VerifyRequest,
     VerifyResult,
 )
@@ -103,9 +107,9 @@ class FakeHost:
             return JSONResponse({"error": {"type": "not_serving", "message": self.state.value}}, status_code=503)
         prompt: list[int] = body["token_ids"]
         turns = [at for at, token in enumerate(prompt) if token == self._marker]
-        text = " " + self.script[min(len(turns), len(self.script)) - 1]
+        text = " " + self.script[max(0, min(len(turns), len(self.script)) - 1)]
         whole = [*self.tokenizer.encode(text), self.tokenizer.end_id]
-        rest = whole[len(prompt) - turns[-1] - 1 :]
+        rest = whole[len(prompt) - turns[-1] - 1 :] if turns else whole
         said: list[int] = []
         finish = "length"
         self.calls += 1
@@ -153,6 +157,7 @@ class FakeSandboxes:
         self.renewed: Counter[str] = Counter()
         self.verified: Counter[str] = Counter()
         self.destroyed: set[str] = set()
+        self.forwarded: dict[str, ForwardRequest] = {}
         self.delay_s = 0.0
         self.print: dict[str, str] = {}
         self.passes = 1.0
@@ -213,6 +218,19 @@ class FakeSandboxes:
         self.renewed[request.sandbox] += 1
         return SandboxRef(sandbox=request.sandbox, node=self.node, isolated=True)
 
+    async def forward(self, request: ForwardRequest) -> ForwardResult:
+        self._check(request.sandbox)
+        self.forwarded[request.sandbox] = request
+        return ForwardResult(port=request.port)
+
+    async def stat(self, request: StatRequest) -> SandboxInfo:
+        self._check(request.sandbox)
+        running = tuple(name for (box, name), task in self._execs.items() if box == request.sandbox and not task.done())
+        return SandboxInfo(
+            sandbox=request.sandbox, node=self.node, owner="", labels={}, isolated=True, age_s=0.0, expires_in_s=60.0,
+            execs=len(running), running=running,
+        )  # fmt: skip
+
     async def destroy(self, request: DestroyRequest) -> DestroyResult:
         self.destroyed.add(request.sandbox)
         return DestroyResult(sandbox=request.sandbox, existed=self.live.pop(request.sandbox, None) is not None)
@@ -223,6 +241,8 @@ class FakeSandboxes:
             "exec": Endpoint(ExecRequest, self.execute),
             "verify": Endpoint(VerifyRequest, lambda request: self.verify(request)),
             "renew": Endpoint(RenewRequest, self.renew),
+            "forward": Endpoint(ForwardRequest, self.forward),
+            "stat": Endpoint(StatRequest, self.stat),
             "destroy": Endpoint(DestroyRequest, self.destroy),
         }
         async with (

@@ -58,6 +58,8 @@ def arguments(spec: Spec, marker: str, *, own_ids: bool, binds: Mapping[str, str
     args += _tmpfs("/tmp", spec.workspace_mb, "1777")  # noqa: S108 - the sandbox's own
     args += _tmpfs("/logs", LOGS_MB, "0755")
     for inside, outside in (binds or {}).items():
+        for parent in reversed(Path(inside).parents[:-1]):  # what bwrap makes by itself only root may enter
+            args += ["--perms", "0755", "--dir", str(parent)]
         args += ["--ro-bind", outside, inside]
     args += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]
     return [*args, "--", *_FIRST]
