@@ -43,6 +43,8 @@ class Host:
     held: list[str] = field(default_factory=list)
     heard: HostStatus | None = None
     last_switch_s: float | None = None
+    down: int = 0
+    """Ticks until a killed process is there again."""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class World:
     """Every so manyth execution has no score; 0: each has one."""
     change: tuple[int, float, int] | None = None
     """At this version phi and mu become these."""
+    operations: list[tuple[int, int, str]] = field(default_factory=list)
+    """Tick, host and what an operator, or a `kill -9`, does to it; in order."""
     now: int = 0
     version: int = 0
     published: int = 0
@@ -92,6 +96,9 @@ class World:
         self.admit()
         self.serve()
         self.fill()
+        while self.operations and self.operations[0][0] <= self.now:
+            _, number, what = self.operations.pop(0)
+            self.operate(self.hosts[number % len(self.hosts)], what)
         for host in self.hosts:
             self.turn(host)
         self.commit()
@@ -193,19 +200,46 @@ class World:
             )
         )  # fmt: skip
 
+    def operate(self, host: Host, what: str) -> None:
+        """What a person or a fault does to a host."""
+        if what == "kill":
+            # What it held is leased again; its episodes' calls go on elsewhere.
+            self.leased -= {*host.held, *host.work}
+            host.held, host.work, host.heard, host.down = [], (), None, 4
+            there = {"train": S.TRAIN, "cordoned": S.CORDONED, "rollout": S.JOINING}
+            host.state, host.left = there[host.role], host.switch
+            return
+        wishes: dict[str, tuple[Any, Any]] = {
+            "drain": ("train", "train"), "cordon": ("cordoned", "cordoned"), "resume": ("rollout", None),
+        }  # fmt: skip
+        host.role, wish = wishes[what]
+        host.epoch += 1
+        self.levels[host.name] = DesiredRole(
+            host=host.name, role=wishes[what][0], epoch=host.epoch, cell=host.name, wish=wish
+        )
+
     def turn(self, host: Host) -> None:
+        if host.down:
+            host.down -= 1
+            return
         host.left = max(0, host.left - 1)
         before = host.state
-        if host.state is S.ROLLOUT and host.role == "train":
+        if host.state in (S.ROLLOUT, S.JOINING) and host.role != "rollout":
             host.state, host.left = S.DRAINING, host.switch
         elif host.state is S.DRAINING and host.left == 0:
-            host.state, host.last_switch_s = S.TRAIN, host.switch * TICK_S
+            host.state = S.CORDONED if host.role == "cordoned" else S.TRAIN
+            host.last_switch_s = host.switch * TICK_S
+        elif host.state is S.CORDONED and host.role != "cordoned":
+            host.state, host.left = (S.JOINING, host.switch) if host.role == "rollout" else (S.TRAIN, 0)
         elif host.state is S.TRAIN and host.left == 0:
             host.held += host.work
             host.work = ()
             if host.role == "rollout":
                 self.hand_over(host)
                 host.state, host.left = S.JOINING, host.switch
+            elif host.role == "cordoned":
+                self.hand_over(host)
+                host.state = S.CORDONED
             else:
                 self.pull(host)
         elif host.state is S.JOINING and host.left == 0:
@@ -328,6 +362,11 @@ def dispatches(draw: st.DrawFn) -> Dispatch:
     )
 
 
+def _fitting(elastic: Elastic) -> Elastic:
+    """What a gateway takes: those that stand alone are at least the floor of the rollout role."""
+    return msgspec.structs.replace(elastic, standalone_cells=max(elastic.standalone_cells, elastic.min_rollout_cells))
+
+
 ELASTIC = st.builds(
     Elastic,
     policy=st.sampled_from(["fine", "static", "global", "coarse"]),
@@ -337,7 +376,7 @@ ELASTIC = st.builds(
     min_rollout_cells=st.integers(0, 4),
     dwell_s=st.sampled_from([0.0, 0.5, 1.0]),
     gate=st.sampled_from([0.0, 2.0]),
-)
+).map(_fitting)
 
 
 def small(phi: float, mu: int, batch: int, size: int, **fields: Any) -> Dispatch:
@@ -393,3 +432,44 @@ def test_every_run_comes_to_its_end(
     turns_together = elastic.policy == "global"
     if hosts > 1 and not turns_together:
         assert gyre.unserved == 0, "with two cells or more, live episodes always have one"
+
+
+@given(
+    hosts=st.integers(1, 4),
+    capacity=st.integers(1, 8),
+    dispatch=dispatches(),
+    elastic=ELASTIC,
+    work=st.integers(1, 5),
+    train=st.integers(1, 6),
+    switch=st.integers(0, 6),
+    operations=st.lists(
+        st.tuples(
+            st.integers(0, 150), st.integers(0, 3), st.sampled_from(["drain", "resume", "cordon", "kill", "kill"])
+        ),
+        max_size=12,
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_sequence_of_commands_and_kills_loses_or_doubles_anything(
+    hosts: int, capacity: int, dispatch: Dispatch, elastic: Elastic, work: int, train: int, switch: int,
+    operations: list[tuple[int, int, str]],
+) -> None:  # fmt: skip
+    last = max((tick for tick, _, _ in operations), default=0) + 1
+    again = [(last, number, "resume") for number in range(hosts)]
+    gyre = world(
+        hosts, capacity, dispatch, elastic, work=work, train=train, switch=switch,
+        operations=[*sorted(operations), *again],
+    )  # fmt: skip
+    updates, batch, size = gyre.progress.spec.updates, dispatch.batch_groups, dispatch.group_size
+    assert updates is not None
+    serial = updates * batch * (size * work * 2 / min(capacity, size) + train + size)
+    bound = int(last + 20 * serial + 400 + updates * batch * size * (4 * switch + 20))
+    while not gyre.progress.finished:
+        gyre.tick()  # the books balance at each of them
+        assert gyre.now < bound, f"it stopped at update {gyre.version}: {gyre.hosts}, {len(gyre.todo)} live"
+        serves = any(host.role == "rollout" or host.down for host in gyre.hosts)
+        wished = any(level.wish is not None for level in gyre.levels.values())
+        assert serves or wished or hosts == 1 or elastic.policy == "global" or not gyre.todo
+    assert gyre.progress.ledger.taken == updates * batch * size
+    assert set(gyre.places.values()) == {1}, "each execution is consumed once"
+    assert all(d >= 0 for d in gyre.progress.ledger.by_execution)
