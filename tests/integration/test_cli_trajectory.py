@@ -107,11 +107,13 @@ async def test_an_execution_is_opened_again(
         assert "trained at version 5 with staleness 3" in shown
         assert "path 0" in shown
         sentence = await gyre.refused("trajectory", "show", "demo-g000009-e00")
-        assert "no start of execution demo-g000009-e00" in sentence
+        assert "there is nothing of execution demo-g000009-e00" in sentence
 
 
-async def test_show_says_who_does_not_answer(gyre: Gyre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opengyre.gateway.executions.EXPLAIN_S", 0.2)
+async def test_show_says_who_does_not_answer(
+    gyre: Gyre, recorded: dict[str, list[TrajEvent]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opengyre.gateway.executions.PATIENCE_S", 0.2)
     assert "trajectory does not answer" in await gyre.refused("trajectory", "show", MEMBERS[0])
 
 
@@ -199,6 +201,16 @@ def test_files_that_cannot_be_read_are_a_sentence(tmp_path: Path) -> None:
     assert refused(tmp_path / "absent") == f"{tmp_path / 'absent'} cannot be read: No such file or directory"
     assert "cannot be read: Is a directory" in refused(tmp_path)
     assert "allowed are requests, har" in refused(empty, format_name="word")
+
+
+async def test_what_others_wrote_does_not_steer_the_terminal(gyre: Gyre, tmp_path: Path) -> None:
+    call = {"type": "assistant", "uuid": "u", "parentUuid": None}
+    call["message"] = {"id": "\x1b[2J[red]x", "content": [{"type": "text", "text": "hi"}]}
+    ask = {"type": "user", "uuid": "q", "parentUuid": None, "message": {"role": "user", "content": "go"}}
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in (ask, {**call, "parentUuid": "q"})))
+    shown = await gyre.run_plain("trajectory", "tree", str(tmp_path / "a.jsonl"), "--calls")
+    assert "\x1b" not in shown
+    assert "·[2J[red]x" in shown
 
 
 async def test_files_beside_a_log_are_found(gyre: Gyre) -> None:

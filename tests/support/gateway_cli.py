@@ -51,6 +51,12 @@ class Gyre:
         assert result.exit_code == 0, (result.output, result.exception)
         return json.loads(result.stdout)
 
+    async def run_plain(self, *arguments: str) -> str:
+        """What a verb that needs no stack shows."""
+        result = await self._invoke(*arguments)
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.stdout
+
     async def refused_plain(self, *arguments: str) -> str:
         """The sentence of a verb that needs no stack."""
         return _sentence(await self._invoke(*arguments))

@@ -23,7 +23,7 @@ from opengyre.cli.stream_read import connected
 from opengyre.cli.streams import NatsOption, run_bounded
 from opengyre.cli.trajectory_export import WRITERS, export
 from opengyre.cli.trajectory_files import forest_for, open_log
-from opengyre.cli.trajectory_show import show
+from opengyre.cli.trajectory_show import plain, show
 from opengyre.formats import READERS, FormatError, TreeReport, read_tree
 
 FILES = "A log: " + ", ".join(READERS) + "."
@@ -63,7 +63,7 @@ def tree(
         return
     _show(report)
     for warning in report.warnings:
-        errors.print(f"warning: {warning}", markup=False)
+        errors.print(f"warning: {plain(warning)}")
 
 
 def show_command(
@@ -114,7 +114,7 @@ def export_command(
 
 def _show(report: TreeReport) -> None:
     console.print(
-        f"[bold]{escape(report.file)}[/]: {report.format}, {report.calls} calls of {report.executions} executions, "
+        f"[bold]{plain(report.file)}[/]: {report.format}, {report.calls} calls of {report.executions} executions, "
         f"counted in {report.unit}"
     )
     table = Table("figure", "value", show_header=False)
@@ -123,9 +123,9 @@ def _show(report: TreeReport) -> None:
     for name in ("leaf_kinds", "transitions", "diagnoses", "agents", "roles", "ignored", "facts"):
         found = getattr(report, name)
         if found:
-            table.add_row(name, escape(", ".join(f"{key} {value}" for key, value in found.items())))
+            table.add_row(name, plain(", ".join(f"{key} {value}" for key, value in found.items())))
     reasons = ", ".join(f"{reason} {count}" for reason, count in report.refused.reasons.items())
-    table.add_row("refused", f"{report.refused.count}{f' ({escape(reasons)})' if reasons else ''}")
+    table.add_row("refused", f"{report.refused.count}{f' ({plain(reasons)})' if reasons else ''}")
     console.print(table)
     if report.per_call:
         rows = Table("call", "agent", "role", "transition", "of", "shares", "sampled", "length", "why")
@@ -133,6 +133,6 @@ def _show(report: TreeReport) -> None:
             why = ", ".join(part for part in (row.diagnosis, row.refused) if part)
             figures = (str(row.offset), str(row.events), str(row.length))
             rows.add_row(
-                escape(row.call), escape(row.agent), row.role, row.transition, escape(row.related or "-"), *figures, why
+                plain(row.call), plain(row.agent), row.role, row.transition, plain(row.related or "-"), *figures, why
             )
         console.print(rows)

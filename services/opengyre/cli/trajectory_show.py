@@ -9,6 +9,11 @@ from rich.table import Table
 from opengyre.cli.client import number
 
 
+def plain(text: str) -> str:
+    """Text that others wrote, for a terminal: neither markup nor control characters have an effect."""
+    return escape("".join(char if char.isprintable() else "·" for char in text))
+
+
 def heading(report: dict[str, Any]) -> str:
     """What became of the execution, in two lines."""
     tree = report["tree"]
@@ -47,7 +52,7 @@ def paths(tree: dict[str, Any]) -> Table:
     table = Table("path", "role", "tokens", "trained", "masked", "calls", title="chosen", title_justify="left")
     for place, path in enumerate(tree["paths"]):
         sizes = (str(path[name]) for name in ("tokens", "trained_tokens", "masked_tokens"))
-        table.add_row(str(place), path["role"], *sizes, escape(" ".join(path["calls"])))
+        table.add_row(str(place), path["role"], *sizes, plain(" ".join(path["calls"])))
     return table
 
 
@@ -64,9 +69,9 @@ def calls(tree: dict[str, Any]) -> Table:
         why = ", ".join(part for part in (one["diagnosis"], one["reason"]) if part)
         text = " ".join(one["text"].split())
         table.add_row(
-            f"{'  ' * level}{escape(one['call'])}", str(one["turn"]), one["role"], escape(how),
-            str(one["prompt_tokens"]), str(one["sampled_tokens"]), outcome, escape(why),
-            escape(text if len(text) <= 40 else f"{text[:39]}…"),
+            f"{'  ' * level}{plain(one['call'])}", str(one["turn"]), one["role"], plain(how),
+            str(one["prompt_tokens"]), str(one["sampled_tokens"]), outcome, plain(why),
+            plain(text if len(text) <= 40 else f"{text[:39]}…"),
         )  # fmt: skip
     return table
 

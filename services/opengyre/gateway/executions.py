@@ -23,6 +23,8 @@ from opengyre.shared.bus import call, page
 EVENTS = 2000
 EXPLAIN_S = 25.0
 """For the trajectory service to read a group's log and make its trees."""
+PATIENCE_S = 5.0
+"""For it to be there."""
 
 router = APIRouter(route_class=BoundRoute, tags=["executions"])
 
@@ -199,9 +201,14 @@ async def read_execution(
     responses=documented(TreeReport, examples.TREE_REPORT),
 )
 async def read_tree(deps: DepsOf, execution: Annotated[str, Path(pattern=EXECUTION_PATTERN)]) -> Response:
+    group, run = group_of(execution), run_of(execution)
+    if await deps.bus.last(subjects.traj(run, group, execution, "started"), subjects.TRAJ) is None:
+        raise Problem(
+            404, f"there is nothing of execution {execution}; GET /v1/groups/{group} lists a group's", field="execution"
+        )
     request = ExplainRequest(execution=execution)
     tree = await call(
-        deps.bus, "trajectory", "any", "explain", request, ExplainReport, timeout_s=EXPLAIN_S, patience_s=EXPLAIN_S
+        deps.bus, "trajectory", "any", "explain", request, ExplainReport, timeout_s=EXPLAIN_S, patience_s=PATIENCE_S
     )
     found = await deps.ledger.get(tree.group)
     entry = found[0] if found is not None else None
