@@ -190,6 +190,14 @@ def test_a_tokenizer_makes_a_tree_of_tokens() -> None:
     assert first.events == len("Planned<|im_end|>\n")
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_tokens_and_messages_tell_the_same_transitions(name: str) -> None:
+    messages = report(name)
+    tokens = report(name, Forest(encode=lambda text: [ord(char) for char in text]))
+    assert tokens.transitions == messages.transitions
+    assert (tokens.leaves, tokens.leaf_kinds) == (messages.leaves, messages.leaf_kinds)
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [

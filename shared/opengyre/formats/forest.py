@@ -189,7 +189,8 @@ class Forest:
                     order=node.given.order,
                     fault=node.given.fault,
                     role=node.given.role,
-                    kind=node.given.kind,
+                    # As messages tell it; one that goes on from an older call may share more with a later one's tokens.
+                    kind="fork" if node.kind in ("extend", "retry") else None if node.kind == "root" else node.kind,
                     wanted=node.given.wanted,
                 )
             )
