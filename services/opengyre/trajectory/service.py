@@ -96,7 +96,7 @@ class Trajectory:
         bus = self._context.bus
         found = await bus.subjects(subjects.TRAJ, subjects.traj(ended.run, ended.group, "*", "*"))
         ends = sum(subjects.traj(ended.run, ended.group, member, "ended") in found for member in ended.members)
-        if ends == len(ended.members) or subjects.traj(ended.run, ended.group, subjects.ALL, "overdue") in found:
+        if subjects.traj(ended.run, ended.group, subjects.ALL, "overdue") in found:
             return True
         first = await bus.last(subjects.traj(ended.run, ended.group, ended.execution, "started"), subjects.TRAJ)
         try:
@@ -105,7 +105,13 @@ class Trajectory:
             started = None
         # Without a start that can be read the others' starts tell, when the log is read.
         close_at = started.dispatch.close_at if isinstance(started, Started) else 0
-        return close_at is not None and ends >= close_at
+        if close_at is not None:
+            return ends >= min(close_at, len(ended.members))
+        if ends < len(ended.members):
+            return False
+        # Members that end together all find that all have ended; the last of them closes the group.
+        last = await bus.last(subjects.traj(ended.run, ended.group, "*", "ended"), subjects.TRAJ)
+        return last is None or last.subject == subjects.traj(ended.run, ended.group, ended.execution, "ended")
 
     async def _make(self, run: str, group: str, cause: str | None) -> None:
         """Publish what `cause` (an execution's end; None: the mark) made of the group, if it made something."""
