@@ -1,4 +1,4 @@
-"""Logs of other systems for tests: small ones of our own, and (where GYRE_TEST_DATA names their folder) real ones."""
+"""Logs of other systems for tests: small ones of our own, and (where there are any) real ones."""
 
 import os
 from collections.abc import Callable
@@ -8,6 +8,8 @@ import pytest
 
 from opengyre.formats import Forest, Source, TreeReport, read_tree
 
+BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
+"""Where real logs are looked for unless GYRE_TEST_DATA says otherwise: beside the repository."""
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "trajectories"
 
 
@@ -32,10 +34,10 @@ def report(name: str, forest: Forest | None = None) -> TreeReport:
 
 def real(name: str) -> Path:
     """A real log; the test is skipped where there is none."""
-    folder = os.environ.get("GYRE_TEST_DATA")
-    if not folder:
-        pytest.skip("GYRE_TEST_DATA is not set: there are no real trajectories to read")
-    for root in (Path(folder) / "trajectories", Path(folder)):
+    folder = Path(os.environ.get("GYRE_TEST_DATA") or BESIDE)
+    if not folder.is_dir():
+        pytest.skip(f"there are no real trajectories in {folder}; GYRE_TEST_DATA names another folder")
+    for root in (folder / "trajectories", folder):
         if (root / name).is_file():
             return root / name
-    pytest.skip(f"GYRE_TEST_DATA has no {name}")
+    pytest.skip(f"{folder} has no {name}")
