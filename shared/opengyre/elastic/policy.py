@@ -17,6 +17,7 @@ Invariants:
 - A cell on its way (STARTING, JOINING, LEAVING_TRAIN) counts as serving, until it is late; then it is not counted.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -198,18 +199,19 @@ def _movable(given: PolicyInput, cells: Iterable[CellView]) -> list[CellView]:
 
 def _bring_back(given: PolicyInput, training: Iterable[CellView], count: int, reason: str) -> list[RoleChange]:
     """The longest idle first."""
-    movable = sorted(_movable(given, training), key=lambda cell: (-cell.idle_s, cell.cell))
-    return [RoleChange(cell=cell.cell, role="rollout", reason=reason) for cell in movable[:count]]
+    chosen = heapq.nsmallest(count, _movable(given, training), key=lambda cell: (-cell.idle_s, cell.cell))
+    return [RoleChange(cell=cell.cell, role="rollout", reason=reason) for cell in chosen]
 
 
 def _send(given: PolicyInput, serving: Sequence[CellView], free: int, count: int, reason: str) -> list[RoleChange]:
     """The least loaded first, of these the one whose calls are the cheapest to move; and never the last one that
     serves, unless it is the only cell."""
-    movable = sorted(_movable(given, serving), key=lambda cell: (cell.running, cell.held_tokens, cell.cell))
     others = any(cell.wish == "rollout" and _serves(cell) for cell in given.cells)
     if given.live_executions > 0 and free > 1 and not others:
         count = min(count, sum(map(_serves, serving)) - 1)
-    return [RoleChange(cell=cell.cell, role="train", reason=reason) for cell in movable[: max(0, count)]]
+    movable = _movable(given, serving)
+    chosen = heapq.nsmallest(max(0, count), movable, key=lambda cell: (cell.running, cell.held_tokens, cell.cell))
+    return [RoleChange(cell=cell.cell, role="train", reason=reason) for cell in chosen]
 
 
 _RULES: dict[str, Callable[[PolicyInput, Sequence[CellView]], list[RoleChange]]] = {
