@@ -29,7 +29,7 @@ def message_of(call: Call) -> dict[str, Any]:
     return message_of_parts(call.text, call.content, call.tool_calls)
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
+def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many leading items are the same."""
     length = min(len(one), len(other))
     low, high = 0, length
@@ -113,7 +113,7 @@ class History:
             current = self._by_id[current.parent] if current.parent is not None else None
         return [token for part in reversed(parts) for token in part]
 
-    def nearest(self, tokens: Sequence[int]) -> tuple[Call, int] | None:
+    def nearest(self, tokens: tuple[int, ...]) -> tuple[Call, int] | None:
         """The call that shares the longest beginning with `tokens` (the latest of several), and how long that is.
 
         Linear in the number of calls and in the tokens that are compared; each call is compared beyond its parent only.
@@ -130,6 +130,16 @@ class History:
             if length and (best is None or length >= best[1]):
                 best = call, length
         return best
+
+    def samples_within(self, call: Call, length: int) -> bool:
+        """Whether the first `length` tokens of a call's prompt and completion hold some that were sampled."""
+        current: Call | None = call
+        while current is not None:
+            if length > current.prefix_tokens + len(current.prompt_ids):
+                return True
+            length = min(length, current.prefix_tokens)
+            current = self._by_id[current.parent] if current.parent is not None else None
+        return False
 
     def turns(self) -> list[Turn]:
         """Calls in order, each with its command's result."""

@@ -62,7 +62,7 @@ class Prompt:
 def prompt_of(ask: Ask, history: History, renderer: Renderer) -> Prompt:
     """Token ids of a request; raises `ValueError` (the template's) for one that cannot be rendered."""
     if ask.tokens is not None:
-        return _placed(ask.tokens, history, "", reused=False)
+        return _placed(ask.tokens, history, "", said=False)
     if ask.text is not None:
         return _continued(ask.text, history, renderer)
     return build(ask.messages, history, renderer, ask.tools)
@@ -75,53 +75,50 @@ def build(
     told = renderer.tools_prompt(tools)
     digests = chain(messages, tools_digest(told))
     found = history.extended_by(digests)
-    if found is not None:
+    if found is not None and not _said(messages[found[1] :]):
         parent, covered = found
         before = history.tokens(parent)
         closed = bool(parent.sampled_ids) and parent.sampled_ids[-1] in renderer.stop_token_ids
-        known, _ = _in_own_ids(messages[covered:], history, history.place(parent))
-        new = renderer.render_suffix(known, closed=closed)
+        new = renderer.render_suffix(messages[covered:], closed=closed)
         host = parent.hosts[-1] if parent.hosts else None
         return Prompt((*before, *new), parent.call, len(before), digests[-1], host, "extend")
-    known, reused = _in_own_ids(messages, history, -1)
     system = [{"role": "system", "content": told}] if told else []
-    return _placed(
-        tuple(renderer.render([*system, *known])), history, digests[-1] if digests else "", reused=reused > 0
-    )
+    tokens = renderer.render([*system, *_in_own_ids(messages, history)])
+    return _placed(tuple(tokens), history, digests[-1] if digests else "", said=_said(messages))
 
 
-def _in_own_ids(messages: Sequence[Message], history: History, after: int) -> tuple[list[Message], int]:
-    """The messages, each that the model said with the ids that it sampled; and how many these are."""
+def _said(messages: Sequence[Message]) -> bool:
+    """Whether the model, or who was put in its place, said one of these."""
+    return any(message.get("role") == "assistant" for message in messages)
+
+
+def _in_own_ids(messages: Sequence[Message], history: History) -> list[Message]:
+    """The messages, each that the model said with the ids that it sampled."""
     result: list[Message] = []
-    reused = 0
+    after = -1
     for message in messages:
         call = history.said(turn_of(message), after) if message.get("role") == "assistant" else None
-        if call is not None:
+        if call is None:
+            result.append(message)
+        else:
             after = max(after, history.place(call))
-            reused += 1
-            message = {"role": "assistant", "token_ids": call.sampled_ids}  # noqa: PLW2901
-        result.append(message)
-    return result, reused
+            result.append({"role": "assistant", "token_ids": call.sampled_ids})
+    return result
 
 
-def _placed(tokens: tuple[int, ...], history: History, digest: str, *, reused: bool) -> Prompt:
-    """`reused`: some of the messages are answers of recorded calls, so that this is a history that was rewritten."""
+def _placed(tokens: tuple[int, ...], history: History, digest: str, *, said: bool) -> Prompt:
+    """`said`: there are turns of the model in it, so that it goes on from something."""
     found = history.nearest(tokens)
     if found is None:
         return Prompt(tokens, None, 0, digest)
     parent, prefix = found
-    return Prompt(
-        tokens, parent.call, prefix, digest, parent.hosts[-1] if parent.hosts else None, _kind(parent, prefix, reused)
-    )
-
-
-def _kind(parent: Call, prefix: int, reused: bool) -> Transition:
     end = parent.prefix_tokens + len(parent.prompt_ids) + len(parent.sampled_ids)
+    kind: Transition
     if prefix == end:
-        return "realign" if reused else "extend"
-    # Whole turns of the model before the divergence, or a part of one: the same history, told in another way since.
-    inside = prefix > end - len(parent.sampled_ids) or parent.transition in ("extend", "realign")
-    return "fork" if reused or inside else "branch"
+        kind = "realign" if said else "extend"
+    else:
+        kind = "fork" if said or history.samples_within(parent, prefix) else "branch"
+    return Prompt(tokens, parent.call, prefix, digest, parent.hosts[-1] if parent.hosts else None, kind)
 
 
 def _continued(text: str, history: History, renderer: Renderer) -> Prompt:
@@ -133,7 +130,7 @@ def _continued(text: str, history: History, renderer: Renderer) -> Prompt:
             if text.startswith(before) and (best is None or len(before) > len(best[1])):
                 best = call, before
     if best is None:
-        return _placed(tuple(renderer.begin(text)), history, "", reused=False)
+        return _placed(tuple(renderer.begin(text)), history, "", said=False)
     call, before = best
     tokens = history.tokens(call)
     host = call.hosts[-1] if call.hosts else None
