@@ -61,7 +61,8 @@ def ended(result: ExecResult, refused: EndReason | None) -> AgentEnded:
     """Why the agent ended; `refused` is the budget that refused it a call, if one did."""
     if result.timed_out:
         return AgentEnded("time_budget")
-    if refused is not None:
+    # One that was told that its context is too long may have gone on with a shorter one.
+    if refused is not None and (result.exit_code != 0 or refused != "overflow"):
         return AgentEnded(refused)
     if result.exit_code == 0:
         return AgentEnded("done")

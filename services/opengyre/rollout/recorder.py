@@ -93,8 +93,8 @@ class Recorder:
         return [call for call in calls if call is not None]
 
     def count(self, ask: Ask) -> int:
-        """Tokens of the request's prompt; raises `ApiError`."""
-        return len(self._prompt(ask).tokens)
+        """Tokens of the request's prompt, also where they are too many; raises `ApiError`."""
+        return len(self._rendered(ask).tokens)
 
     def _missing(self, ask: Ask) -> list[int]:
         """The choices that are not recorded; raises `ApiError` where those that are new may not be begun."""
@@ -131,14 +131,17 @@ class Recorder:
         if not task.cancelled():
             task.exception()
 
-    def _prompt(self, ask: Ask) -> Prompt:
+    def _rendered(self, ask: Ask) -> Prompt:
         if ask.tokens is not None and not all(0 <= token < self.renderer.vocab_size for token in ask.tokens):
             most = self.renderer.vocab_size - 1
             raise ApiError(400, f"prompt has a token id that is no token; allowed are 0 to {most}.", param="prompt")
         try:
-            prompt = prompt_of(ask, self.history, self.renderer)
+            return prompt_of(ask, self.history, self.renderer)
         except ValueError as error:
             raise ApiError(400, f"{error}.", param="messages") from error
+
+    def _prompt(self, ask: Ask) -> Prompt:
+        prompt = self._rendered(ask)
         limit = self.dispatch.harness.context_tokens
         if len(prompt.tokens) >= limit:
             self.refused = self.refused or "overflow"
