@@ -151,19 +151,18 @@ def _says_the_same(trie: Trie, node: Node, related: Node, offset: int, texts: Te
 
 def _doubled(trie: Trie, node: Node, texts: Texts) -> int:
     """Length of the stretch that the prompt, from where it diverges, has twice in a row."""
-    prompt = trie.tokens(node.start)
-    new = prompt[node.offset :]
+    new = trie.tokens(node.start, node.offset)
     window = new[: 4 * texts.shortest]
     if len(window) < 4 * texts.shortest:
         return 0
-    for text in (prompt, new):  # What was there before once more; or what is new, twice.
-        place = find(text, window, 0 if text is prompt else 1)
-        length = node.offset - place if text is prompt else place
-        if 0 < length <= len(new) and place >= 0:
-            before = prompt[place : node.offset] if text is prompt else new[:length]
-            after = new[:length] if text is prompt else new[length : 2 * length]
-            if np.array_equal(before, after):
-                return length
+    # What was there right before once more: no longer than what is new, so the cost is that of what is new.
+    before = trie.tokens(trie.prefix(node.start, node.offset), max(0, node.offset - len(new)))
+    place = find(before, window)
+    if place >= 0 and np.array_equal(before[place:], new[: len(before) - place]):
+        return len(before) - place
+    place = find(new, window, 1)  # Or what is new, twice.
+    if place > 0 and np.array_equal(new[:place], new[place : 2 * place]):
+        return place
     return 0
 
 
