@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.trees import BadTokensError, Builder, Given, Texts, Tree, build
-from opengyre.trees.blocks import BLOCK
+from opengyre.trees.blocks import BLOCK, advance, key
 from opengyre.trees.calls import ids
-from opengyre.trees.trie import HOPS, ROOT, Trie
+from opengyre.trees.trie import HOPS, NOTHING, ROOT, Trie
 
 
 def shape(tree: Tree) -> list[object]:
@@ -166,6 +166,26 @@ def test_block_hashes_find_the_place_behind_many_forks() -> None:
     segments = trie.segments()
     assert sum(segment.end - segment.start for segment in segments) == trie.size
     assert trie.leaves == 3 * HOPS + 1
+
+
+def test_the_hash_of_any_place_is_that_of_its_prefix() -> None:
+    rng = np.random.default_rng(2)
+    trie, path = Trie(), rng.integers(10, 99, size=5 * BLOCK, dtype=np.int32)
+    trie.insert(ROOT, path[: 3 * BLOCK + 5])
+    end = trie.insert(ROOT, path)
+    fork = trie.insert(ROOT, np.concatenate([path[: 2 * BLOCK + 9], path[:300]]))
+    for last in (end, fork):
+        for depth in (1, BLOCK, BLOCK + 1, 2 * BLOCK + 9, 2 * BLOCK + 10, last.depth - 1, last.depth):
+            at = trie.prefix(last, depth)
+            assert key(trie._hash(at)) == key(advance(NOTHING, trie.tokens(at), 0)[1]), depth
+
+
+def test_a_call_that_ends_inside_a_known_path_is_found_from_below() -> None:
+    """It comes after calls that looked past its end in vain."""
+    tree = whole(
+        ([1, 2, 3, 4, 5, 6], [7]), ([1, 2, 3, 4, 5, 20, 21], [22]), ([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 20, 30], [31])
+    )
+    assert [node.parent and node.parent.call for node in tree.nodes] == [None, None, None, "c"]
 
 
 @st.composite
