@@ -369,7 +369,7 @@ async def test_kill_9_of_the_process_that_leads(
             trainers.start()
         async with asyncio.TaskGroup() as tasks:
             cells = [Cell(bus, blobs, f"h{n}") for n in range(2)]
-            training = [tasks.create_task(cell.train(random.Random(n))) for n, cell in enumerate(cells)]
+            training = [tasks.create_task(cell.train(random.Random(n), killed=True)) for n, cell in enumerate(cells)]
             await offer(bus, *(ready(n) for n in range(updates * B)))
             async with asyncio.timeout(100):
                 async for stored in follow(bus, subjects.UPDATES, f"gyre.v1.update.{RUN}.>"):

@@ -82,7 +82,8 @@ class Cell:
         request = msgspec.structs.replace(request, **changes)
         return await call(self.bus, "trainer", "any", "pull", request, PullReply, timeout_s=1, patience_s=20)
 
-    async def hand_over(self, *, leaving: bool = False, times: int = 1) -> HandOverReply:
+    async def hand_over(self, *, leaving: bool = False, times: int = 1, killed: bool = False) -> HandOverReply:
+        """`killed`: the trainer may be killed between two requests; another attempt refuses what the former took."""
         tensors = {name: torch.full(p.shape, self.total) for name, p in TinyModel(CONFIG).named_parameters()}
         # A figure that is not finite has no place in JSON.
         loss = self.total if math.isfinite(self.total) else 0.0
@@ -97,7 +98,8 @@ class Cell:
             await call(self.bus, "trainer", "any", "hand_over", request, HandOverReply, timeout_s=1, patience_s=20)
             for _ in range(times)
         ]
-        assert len(set(replies)) == 1, "the same request has the same answer"
+        same = len(set(replies)) == 1 or (killed and not replies[-1].accepted)
+        assert same, "the same request has the same answer"
         self.held, self.total = [], 0.0
         return replies[0]
 
@@ -108,7 +110,7 @@ class Cell:
         self.total += self.gradient(item)
         self.seen[item.group.group] += 1
 
-    async def train(self, rng: random.Random | None = None) -> None:
+    async def train(self, rng: random.Random | None = None, *, killed: bool = False) -> None:
         """Until `stop`; with `rng`, it now and then leaves, forgets what it holds, or asks twice."""
         while not self.stop.is_set():
             reply = await self.pull()
@@ -118,7 +120,7 @@ class Cell:
             elif reply.item is not None and luck > 0.1:
                 self.add(reply.item)
             elif reply.flush or (self.held and luck < 0.2):
-                await self.hand_over(leaving=not reply.flush, times=2 if rng else 1)
+                await self.hand_over(leaving=not reply.flush, times=2 if rng else 1, killed=killed)
             elif luck < 0.25:
                 self.boot = f"{self.boot}x"
                 self.held, self.total = [], 0.0

@@ -223,7 +223,11 @@ class RunIn(Input):
 
     def spec(self) -> RunSpec:
         """The struct, with every rule checked; raises `Problem`."""
-        for field, text in (("model", self.model), ("harness.system", self.harness.system or ""), ("harness.program", self.harness.program or "")):
+        for field, text in (
+            ("model", self.model),
+            ("harness.system", self.harness.system or ""),
+            ("harness.program", self.harness.program or ""),
+        ):
             if not task_rules.printable(text):
                 raise Problem(422, f"{field} contains NUL or half of a surrogate pair", field=field)
         if not self.model.startswith("/"):
