@@ -196,12 +196,7 @@ def validate(spec: RunSpec) -> RunSpec:
         ("optimization.gradient_clip_norm", o.gradient_clip_norm, 1e-6, 1e6),
         ("elastic.train_cells", e.train_cells, *_train_cells(e)),
         ("elastic.min_rollout_cells", e.min_rollout_cells, 0, 10_000),
-        (
-            "elastic.standalone_cells",
-            e.standalone_cells,
-            max(1, e.min_rollout_cells) if e.policy == "coarse" else 0,
-            10_000,
-        ),
+        ("elastic.standalone_cells", e.standalone_cells, *_standalone_cells(e)),
         ("elastic.min_train_cells", e.min_train_cells, 0, 10_000),
         ("elastic.dwell_s", e.dwell_s, 0, 86_400),
         ("elastic.gate", e.gate, 0, 1_000),
