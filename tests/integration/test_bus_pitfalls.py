@@ -9,6 +9,7 @@ import pytest
 from nats.js.kv import KeyValue
 
 from opengyre.proto import subjects
+from opengyre.proto.base import Event
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.examples import DISPATCH
 from opengyre.proto.service import Empty
@@ -229,11 +230,18 @@ async def test_pitfall_27_a_changed_definition_fails_the_bootstrap(bus: Bus) -> 
         await bootstrap(bus)
 
 
+async def never(_event: Event, _delivery: Delivery) -> None:
+    raise AssertionError("there is no message")
+
+
 async def test_binding_before_the_bootstrap_says_so(nats_server) -> None:
     async with Bus(nats_server.url, "early") as early:
         with pytest.raises(NotBootstrappedError, match="bootstrap"):
             async with pulling(early, *subjects.ROLLOUT_EPISODES):
                 pass
+        for concurrency in (1, 64):
+            with pytest.raises(NotBootstrappedError, match="bootstrap"):
+                await work(early, *subjects.ROLLOUT_EPISODES, never, stop=asyncio.Event(), concurrency=concurrency)
         with pytest.raises(NotBootstrappedError, match="bootstrap"):
             await Bucket(early, subjects.KV_RUNS, LeaseOwner).put("k", LeaseOwner("a"))
 
@@ -256,7 +264,7 @@ async def test_a_mirror_is_whole_although_the_clients_mark_comes_first(bus: Bus,
                 await early._updates.put(entry)
 
         early._sub = real._sub
-        early._forward = asyncio.create_task(forward())  # type: ignore[attr-defined]
+        early._forward = asyncio.create_task(forward())  # type: ignore[attr-defined]  # a fault is put in from outside
         return early
 
     monkeypatch.setattr(KeyValue, "watchall", marked_first)

@@ -7,6 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from opengyre.cli.recorded_run import _read
+from opengyre.proto import subjects
+from opengyre.proto.codec import encode
+from opengyre.proto.decision import Decision
+from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.run import RunSpec
+from opengyre.shared.bus import Bucket, Bus
+from opengyre.sim.recorded import TooLittleRecordedError
+
 GYRE = [sys.executable, "-m", "opengyre.cli"]
 RECIPE = """
 [workload]
@@ -120,3 +129,23 @@ def test_what_cannot_be_asked_is_one_sentence(arguments: tuple[str, ...], says: 
     assert done.returncode == 1
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+async def test_a_young_run_is_one_error_and_no_group_of_them(bus: Bus) -> None:
+    """`gyre tune --from` of a run without whole groups ended in sixty lines of traceback."""
+    status = HostStatus(host="h", cell="h", boot="b", state=HostState.ROLLOUT, epoch=0, url="u", engine="tiny")
+    await Bucket(bus, subjects.KV_RUNS, RunSpec).put("young", RunSpec(run="young", model="m"))
+    await Bucket(bus, subjects.KV_HOSTS, HostStatus).put("h", status)
+    with pytest.raises(TooLittleRecordedError, match="run young has 0 groups"):
+        await _read(bus, "young")
+
+
+def test_a_replay_of_nothing_is_no_success(tmp_path: Path) -> None:
+    """A file without a decision of the run was told to come out the same."""
+    log = tmp_path / "log.jsonl"
+    event = encode(Decision(run="other", decision="1-0", kind="wish")).decode()
+    log.write_text(json.dumps({"event": json.loads(event)}) + "\n")
+    done = gyre("decisions", "replay", "mine", "--from", log)
+    assert done.returncode == 1
+    assert "does not hold a decision of run mine; runs in it: other" in done.stderr
+    assert gyre("decisions", "replay", "other", "--from", log).returncode == 0

@@ -72,7 +72,7 @@ class Fleet:
 
     async def tell(self, host: str, role: str, grace_s: float = 0.0) -> None:
         self._epoch += 1
-        level = DesiredRole(host=host, role=role, epoch=self._epoch, grace_s=grace_s)  # type: ignore[arg-type]
+        level = DesiredRole(host=host, role=role, epoch=self._epoch, grace_s=grace_s)  # type: ignore[arg-type]  # fields by keyword, checked at run time
         await self.desired.put(host, level)
 
     async def reach(self, host: str, state: HostState) -> HostStatus:
@@ -140,7 +140,7 @@ async def test_calls_that_move_in_mid_call_and_park_give_the_tokens_of_unmoved_o
             busy = await busy_host(hosts)
             other = next(host for host in HOSTS if host != busy)
             await hosts.reach(other, HostState.ROLLOUT)
-            assert (await hosts.statuses.get(busy))[0].held_tokens > 0  # type: ignore[index]
+            assert (await hosts.statuses.get(busy))[0].held_tokens > 0  # type: ignore[index]  # it is there: reached above
             await hosts.tell(busy, "train")
             status = await hosts.reach(busy, HostState.TRAIN)
             assert status.memory_bytes == 0

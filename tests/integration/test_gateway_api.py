@@ -91,7 +91,7 @@ async def test_a_batch_with_one_bad_task_leaves_nothing_behind(gateway: Running,
     await gateway.given(202, "POST", "/v1/tasks", TASK)
     clash = {"tasks": [{**TASK, "task": "c"}, {**TASK, "instruction": "another"}]}
     assert "write-000001 of run demo exists" in await gateway.refused(409, "POST", "/v1/tasks", clash)
-    assert [m.event().task for m in await read(bus, subjects.TASKS, "gyre.v1.task.>")] == ["write-000001"]  # type: ignore[attr-defined]
+    assert [m.event().task for m in await read(bus, subjects.TASKS, "gyre.v1.task.>")] == ["write-000001"]  # type: ignore[attr-defined]  # the stream holds this kind only
 
 
 async def test_the_run_of_a_task_is_in_the_query_or_the_body_or_the_active_one(gateway: Running) -> None:

@@ -278,7 +278,7 @@ async def test_a_replay_into_a_fresh_processor_gives_the_same_groups_each_time(g
     first, second = await gyre.shown(*words), await gyre.shown(*words)
     assert first == second
     groups = [codec.decode(line.encode()) for line in first.splitlines()]
-    assert [group.group for group in groups] == ["demo-g000000"]  # type: ignore[attr-defined]
+    assert [group.group for group in groups] == ["demo-g000000"]  # type: ignore[attr-defined]  # the stream holds this kind only
 
 
 async def test_options_that_mean_nothing_are_refused(gyre: Gyre, monkeypatch: pytest.MonkeyPatch) -> None:

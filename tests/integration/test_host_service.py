@@ -91,7 +91,7 @@ class Running:
     async def tell(self, role: str, epoch: int, grace_s: float = 0.05) -> None:
         await self.desired.put(
             self.name,
-            DesiredRole(host=self.name, role=role, epoch=epoch, grace_s=grace_s),  # type: ignore[arg-type]
+            DesiredRole(host=self.name, role=role, epoch=epoch, grace_s=grace_s),  # type: ignore[arg-type]  # fields by keyword, checked at run time
         )
 
     async def reach(self, state: HostState) -> HostStatus:
@@ -109,7 +109,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(bus: Bus, folder: Path, name: str = "host0", engine: TinyHostEngine | None = None, **more: object):
-    settings = Settings(state_dir=folder, host=HostSettings(host=name, heartbeat_s=0.2, **more))  # type: ignore[arg-type]
+    settings = Settings(state_dir=folder, host=HostSettings(host=name, heartbeat_s=0.2, **more))  # type: ignore[arg-type]  # fields by keyword, checked at run time
     sock = listen(settings.http)
     async with Blobs(folder / "blobs", settings.cache) as blobs:
         context = Context("host", f"{name}-test", settings, bus, blobs, f"http://127.0.0.1:{sock.getsockname()[1]}")

@@ -73,7 +73,7 @@ def sandbox_service(stack: Stack) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def program(line: str = PROGRAM_LINE, *, files: dict[str, str] | None = None, **harness: object) -> EpisodeDispatch:
-    episode = dispatch(**{"agent": "program", "program": line, **harness})  # type: ignore[arg-type]
+    episode = dispatch(**{"agent": "program", "program": line, **harness})  # type: ignore[arg-type]  # fields by keyword, checked at run time
     task = msgspec.structs.replace(episode.task, files={"agent.py": AGENT, **(files or {})}, checks=CHECKS)
     return msgspec.structs.replace(episode, task=task)
 

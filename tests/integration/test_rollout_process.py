@@ -106,10 +106,10 @@ async def test_kill_9_and_a_stop_lose_no_turn(stack: Stack) -> None:
         assert [event.index for event in events] == list(range(len(events)))
         attempts |= {event.attempt for event in events if isinstance(event, TakenOver)}
         told = [
-            (kind, tuple(str(part).replace(episode.execution, reference.execution) for part in parts))  # type: ignore[arg-type]
+            (kind, tuple(str(part).replace(episode.execution, reference.execution) for part in parts))  # type: ignore[arg-type]  # calls and their parts are plain here
             for kind, parts in story(events)
         ]
-        assert told == [(kind, tuple(str(part) for part in parts)) for kind, parts in expected]  # type: ignore[union-attr]
+        assert told == [(kind, tuple(str(part) for part in parts)) for kind, parts in expected]  # type: ignore[union-attr]  # calls and their parts are plain here
     assert 1 in attempts
     assert 2 in attempts, "an episode was handed over by the stop"
     assert len(stack.sandboxes.ran) == len(set(stack.sandboxes.ran)) == 3 * (EPISODES + 1)

@@ -38,7 +38,7 @@ async def lose_in_the_middle(stack: Stack, number: int, exit_code: int) -> list[
         return msgspec.structs.replace(await run(request), exit_code=code)
 
     code = 0
-    sandboxes._run = counted  # type: ignore[method-assign]
+    sandboxes._run = counted  # type: ignore[method-assign]  # a fault is put in from outside
     sandboxes.print = {"cat a.txt": "one"}
     async with stack.host("h0", SCRIPT).up():
         sandboxes.delay_s = 0.2
@@ -110,7 +110,7 @@ async def test_the_lease_is_kept_while_the_checks_run(stack: Stack) -> None:
         await eventually(lambda: sandboxes.renewed[request.sandbox] >= 2, 8)
         return await verify(request)
 
-    sandboxes.verify = slow  # type: ignore[method-assign]
+    sandboxes.verify = slow  # type: ignore[method-assign]  # a fault is put in from outside
     async with stack.host("h0", ["done"]).up(), stack.service("one", sandbox_ttl_s=5):
         await stack.submit(episode)
         await eventually(lambda: stack.ended(episode), 20)

@@ -32,7 +32,7 @@ DEFAULTS = Spec(sandbox="", workspace_mb=4, memory_mb=128, pids=32)
 async def until(condition: Callable[[], bool], bound_s: float = 30.0) -> None:
     """What is waited for is state of the system; it has no event."""
     async with asyncio.timeout(bound_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110 - state of the system, which has no event
             await asyncio.sleep(0.01)
 
 
@@ -48,7 +48,7 @@ class Node:
         self.manager = Manager(self.backend, "n0", DEFAULTS, **more)
 
     def create(self, name: str, **more: object):
-        return self.manager.create(SandboxSpec(**({"sandbox": name, "owner": "test"} | more)))  # type: ignore[arg-type]
+        return self.manager.create(SandboxSpec(**({"sandbox": name, "owner": "test"} | more)))  # type: ignore[arg-type]  # fields by keyword, checked at run time
 
     def exec(self, sandbox: str, exec_id: str, command: str, timeout_s: float = 20.0):
         request = ExecRequest(sandbox=sandbox, exec_id=exec_id, command=command, timeout_s=timeout_s)
@@ -281,7 +281,7 @@ async def test_a_monitor_that_is_killed_is_an_infra_error_and_the_command_not_ru
     running = asyncio.ensure_future(node.exec("a", "e", "echo x >> count; sleep 9"))
     claim = execs_of(node.backend, "a") / "e" / "claim"
     await until(claim.exists)
-    while (await node.exec("a", f"look{time.monotonic_ns()}", "cat count")).stdout != "x\n":  # noqa: ASYNC110
+    while (await node.exec("a", f"look{time.monotonic_ns()}", "cat count")).stdout != "x\n":  # noqa: ASYNC110 - state of the system, which has no event
         await asyncio.sleep(0.02)
     os.kill(json.loads(claim.read_text())["pid"], signal.SIGKILL)
     with pytest.raises(InfraError, match="monitor"):

@@ -49,7 +49,7 @@ pytestmark = [
 async def until(condition: Callable[[], bool], bound_s: float = 10.0) -> None:
     """What is waited for is state of the system; it has no event."""
     async with asyncio.timeout(bound_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110 - state of the system, which has no event
             await asyncio.sleep(0.01)
 
 
@@ -87,7 +87,7 @@ class Service:
         return await call(self.bus, "sandbox", target, verb, request, reply, timeout_s=timeout_s, patience_s=60)
 
     async def create(self, **more: object) -> SandboxRef:
-        spec = SandboxSpec(**({"sandbox": "r-g000001-e00-a0", "owner": "rollout"} | more))  # type: ignore[arg-type]
+        spec = SandboxSpec(**({"sandbox": "r-g000001-e00-a0", "owner": "rollout"} | more))  # type: ignore[arg-type]  # fields by keyword, checked at run time
         return await self.ask("create", spec, SandboxRef, target="any")
 
     async def exec(self, exec_id: str, command: str, timeout_s: float = 20.0) -> ExecResult:

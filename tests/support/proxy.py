@@ -71,7 +71,7 @@ async def proxied(
     await stack.prepare()
     stack.sandboxes.delay_s = 600
     fields = {"agent": "program", "program": "wait", "max_turns": 40, "context_tokens": 2000, "max_tokens": 200}
-    episode = dispatch(**{**fields, **harness})  # type: ignore[arg-type]
+    episode = dispatch(**{**fields, **harness})  # type: ignore[arg-type]  # fields by keyword, checked at run time
     made = script(stack) if callable(script) else stack.host("h0", list(script))
     async with stack.sandboxes.up(), made.up() as host, stack.service() as context:
         await stack.submit(episode)

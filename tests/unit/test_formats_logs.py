@@ -180,7 +180,7 @@ def test_a_history_without_its_thoughts_is_told_apart_from_an_edit() -> None:
 
 
 def test_a_tokenizer_makes_a_tree_of_tokens() -> None:
-    encode = lambda text: [ord(char) for char in text]  # noqa: E731
+    encode = lambda text: [ord(char) for char in text]  # noqa: E731 - a tokenizer of one line
     messages, tokens = report("claude_rewind.jsonl"), report("claude_rewind.jsonl", Forest(encode=encode))
     assert tokens.unit == "tokens"
     assert tokens.leaves == messages.leaves == 3

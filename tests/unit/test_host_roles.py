@@ -24,7 +24,7 @@ GOALS = (S.STARTING, S.ROLLOUT, S.TRAIN, S.CORDONED)
 
 
 def told(role: str, epoch: int) -> DesiredRole:
-    return DesiredRole(host="h", role=role, epoch=epoch)  # type: ignore[arg-type]
+    return DesiredRole(host="h", role=role, epoch=epoch)  # type: ignore[arg-type]  # fields by keyword, checked at run time
 
 
 def walk(*events: DesiredRole | Signal) -> list[HostState]:

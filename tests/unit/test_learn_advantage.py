@@ -49,7 +49,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="scores"):
         advantages([])
     with pytest.raises(ValueError, match="grpo, loo and no_std"):
-        advantages([1.0], "ppo")  # pyright: ignore[reportArgumentType]
+        advantages([1.0], "ppo")  # pyright: ignore[reportArgumentType]  # the wrong type is what is tested
 
 
 def test_the_module_needs_no_torch() -> None:

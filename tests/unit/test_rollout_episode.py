@@ -122,13 +122,13 @@ def test_every_pair_of_phase_and_event(phase: Phase, kind: type) -> None:
 
 
 def test_the_reason_outlives_its_writer() -> None:
-    state = rebuild([event(Started), event(SandboxOpened), event(Verified)])  # type: ignore[list-item]
+    state = rebuild([event(Started), event(SandboxOpened), event(Verified)])  # type: ignore[list-item]  # events of the union, built or decoded
     assert (state.phase, state.reason) == (Phase.ENDING, "done")
     assert due(state) == (Effect.CONCLUDE,)
 
 
 def test_parking_is_not_active_time() -> None:
-    state = rebuild([event(Started), event(SandboxOpened), event(Call), event(ToolResult)])  # type: ignore[list-item]
+    state = rebuild([event(Started), event(SandboxOpened), event(Call), event(ToolResult)])  # type: ignore[list-item]  # events of the union, built or decoded
     assert state.active_s == 2.5
     assert state.parked_s == 1.0
     assert (state.calls, state.sampled_tokens) == (1, 2)

@@ -35,7 +35,7 @@ async def bus() -> SlowBus:
 
 @pytest.fixture
 async def journal(bus: SlowBus) -> Journal:
-    return Journal(bus, Waits(), DISPATCH)  # type: ignore[arg-type]
+    return Journal(bus, Waits(), DISPATCH)  # type: ignore[arg-type]  # a fake in the bus's place
 
 
 async def stopped(appending: "asyncio.Task[object]") -> None:

@@ -48,7 +48,7 @@ def test_the_command_sets_what_clients_read_and_quotes_it() -> None:
     ],
 )
 def test_why_a_program_ended(changes: dict, refused: str | None, reason: str) -> None:
-    assert ended(msgspec.structs.replace(RESULT, **changes), refused).reason == reason  # type: ignore[arg-type]
+    assert ended(msgspec.structs.replace(RESULT, **changes), refused).reason == reason  # type: ignore[arg-type]  # fields by keyword, checked at run time
 
 
 def test_the_time_of_a_program_is_not_counted_twice() -> None:
@@ -65,7 +65,7 @@ def test_the_time_of_a_program_is_not_counted_twice() -> None:
     synthetic = msgspec.structs.replace(
         DISPATCH, harness=Harness(agent="synthetic")
     )  # in no sandbox, so it acts at once
-    log = [Started(**at, index=0, dispatch=synthetic, replica="p"), call, end]  # type: ignore[arg-type]
+    log = [Started(**at, index=0, dispatch=synthetic, replica="p"), call, end]  # type: ignore[arg-type]  # fields by keyword, checked at run time
     assert rebuild(log).active_s == 9.0
 
 

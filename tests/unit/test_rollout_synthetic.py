@@ -21,7 +21,7 @@ def dispatch(group: int = 0, member: int = 0, **harness: object) -> EpisodeDispa
     return EpisodeDispatch(
         run="r", group=f"r-g{group:06d}", execution=f"r-g{group:06d}-e{member:02d}", members=(), version=0,
         seed=seed_of(7, group, member), group_seed=seed_of(7, group, -1), task=TaskSpec(task="t", instruction="load"),
-        harness=Harness(agent="synthetic", **harness), min_members=1,  # type: ignore[arg-type]
+        harness=Harness(agent="synthetic", **harness), min_members=1,  # type: ignore[arg-type]  # fields by keyword, checked at run time
     )  # fmt: skip
 
 
@@ -60,14 +60,14 @@ def test_the_reason_says_that_nothing_was_verified() -> None:
 
 def test_a_synthetic_episode_opens_and_releases_no_sandbox() -> None:
     state, place = Episode(), {"run": "r", "group": "g", "execution": "e", "index": 0, "attempt": 0}
-    state, effects = advance(state, Started(dispatch=dispatch(), replica="a", **place))  # type: ignore[arg-type]
+    state, effects = advance(state, Started(dispatch=dispatch(), replica="a", **place))  # type: ignore[arg-type]  # fields by keyword, checked at run time
     assert (state.phase, effects) == (Phase.ACTING, (Effect.RUN_AGENT,))
-    state, effects = advance(state, TakenOver(replica="b", **place))  # type: ignore[arg-type]
+    state, effects = advance(state, TakenOver(replica="b", **place))  # type: ignore[arg-type]  # fields by keyword, checked at run time
     assert (state.phase, effects) == (Phase.ACTING, (Effect.RUN_AGENT,))
     state, effects = advance(state, AgentEnded("done"))
     assert effects == (Effect.VERIFY,)
-    state, effects = advance(state, Verified(parts=(verdict(dispatch()),), reason="done", **place))  # type: ignore[arg-type]
-    ended = Ended(reason="done", turns=1, sampled_tokens=1, duration_s=1.0, members=(), **place)  # type: ignore[arg-type]
+    state, effects = advance(state, Verified(parts=(verdict(dispatch()),), reason="done", **place))  # type: ignore[arg-type]  # fields by keyword, checked at run time
+    ended = Ended(reason="done", turns=1, sampled_tokens=1, duration_s=1.0, members=(), **place)  # type: ignore[arg-type]  # fields by keyword, checked at run time
     state, effects = advance(state, ended)
     assert effects == (Effect.RELEASE,)
     assert state.sandbox is None
@@ -84,6 +84,6 @@ def test_a_synthetic_episode_opens_and_releases_no_sandbox() -> None:
     ],
 )
 def test_a_load_out_of_its_range_is_refused_by_name(field: str, value: float, allowed: str) -> None:
-    harness = Harness(agent="synthetic", **{field: value})  # type: ignore[arg-type]
+    harness = Harness(agent="synthetic", **{field: value})  # type: ignore[arg-type]  # fields by keyword, checked at run time
     with pytest.raises(InvalidRunError, match=rf"harness\.{field} is {value}; allowed are values from {allowed}"):
         validate(RunSpec(run="r", model="m", harness=harness))

@@ -180,7 +180,7 @@ def test_a_path_is_refused_or_inside(text: str):
 
 
 def spec(**fields: object) -> SandboxSpec:
-    return SandboxSpec(**({"sandbox": "s1", "owner": "o"} | fields))  # type: ignore[arg-type]
+    return SandboxSpec(**({"sandbox": "s1", "owner": "o"} | fields))  # type: ignore[arg-type]  # fields by keyword, checked at run time
 
 
 @pytest.mark.parametrize(

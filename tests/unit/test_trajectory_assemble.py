@@ -167,7 +167,7 @@ def test_shuffled_and_duplicated_events_make_the_same_bytes(values, turns, rng: 
     expected = assemble(events)
     mixed = events + rng.choices(events, k=len(events))
     rng.shuffle(mixed)
-    again = assemble(codec.decode(codec.encode(e)) for e in mixed)  # type: ignore[misc]
+    again = assemble(codec.decode(codec.encode(e)) for e in mixed)  # type: ignore[misc]  # events of the union, built or decoded
     assert codec.encode(again.scored) == codec.encode(expected.scored)
     assert (again.ready is None) == (expected.ready is None)
     if again.ready and expected.ready:
@@ -181,7 +181,7 @@ def test_replay_makes_the_groups_again_and_passes_over_what_is_not_whole() -> No
     target = io.BytesIO()
     assert run(source, target) == 1
     ready = assemble(events).ready
-    assert target.getvalue() == codec.encode(ready) + b"\n"  # type: ignore[arg-type]
+    assert target.getvalue() == codec.encode(ready) + b"\n"  # type: ignore[arg-type]  # events of the union, built or decoded
     assert replay_groups(events) == [ready]
     with pytest.raises(codec.UndecodableError, match="line 1"):
         run(io.BytesIO(b"{"), io.BytesIO())
@@ -257,7 +257,7 @@ def test_what_an_event_made_of_its_group_is_a_function_of_the_log_up_to_it(given
     members = names(len(values))
     logs = [log(members[n], members, values[n], turns=1, close_at=close_at, advantage=advantage) for n in order]
     if mark is not None:
-        logs.insert(min(mark, len(logs)), [OVERDUE])  # type: ignore[list-item]
+        logs.insert(min(mark, len(logs)), [OVERDUE])  # type: ignore[list-item]  # events of the union, built or decoded
     whole = parts_of([event for one in logs for event in one])
     told: list[Assembled] = []
     for count in range(1, len(logs) + 1):

@@ -102,8 +102,8 @@ def test_the_same_call_again_is_dropped_and_another_of_its_name_refuses_both() -
     [
         (Given("x", [-1], [2]), "token_id"),
         (Given("x", [1], [2**31]), "token_id"),
-        (Given("x", [1.5], [2]), "token_id"),  # type: ignore[list-item]
-        (Given("x", [[1], [2, 3]], [2]), "token_id"),  # type: ignore[list-item]
+        (Given("x", [1.5], [2]), "token_id"),  # type: ignore[list-item]  # the wrong type is what is tested
+        (Given("x", [[1], [2, 3]], [2]), "token_id"),  # type: ignore[list-item]  # the wrong type is what is tested
         (Given("x", [2**80], [2]), "token_id"),
         (Given("x", [1], [2], None, 3), "prefix_length"),
         (Given("x", [1], [2], "a", 5), "prefix_length"),

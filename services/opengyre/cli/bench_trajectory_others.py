@@ -26,14 +26,14 @@ def agentlightning(log: Log) -> dict[str, int]:
             self.__dict__.update(fields)
             self.non_tensor_batch: dict[str, Any] = {}
 
-    sys.modules.setdefault("verl", types.SimpleNamespace(DataProto=DataProto))  # type: ignore[arg-type]
-    import agentlightning  # type: ignore[import-not-found]
+    sys.modules.setdefault("verl", types.SimpleNamespace(DataProto=DataProto))  # type: ignore[arg-type]  # only in the other system's own environment
+    import agentlightning  # type: ignore[import-not-found]  # only in the other system's own environment
 
     # The package beside the module needs datasets and all of verl; the module does not.
     beside = types.ModuleType("agentlightning.verl")
     beside.__path__ = [f"{agentlightning.__path__[0]}/verl"]
     sys.modules["agentlightning.verl"] = beside
-    from agentlightning.verl import daemon  # type: ignore[import-not-found]
+    from agentlightning.verl import daemon  # type: ignore[import-not-found]  # only in the other system's own environment
 
     longest = max(len(_prompt(call)) + len(call["sampled"]) for call in log)
     made = daemon.AgentModeDaemon.__new__(daemon.AgentModeDaemon)
@@ -59,8 +59,8 @@ def agentlightning(log: Log) -> dict[str, int]:
 
 def verifiers(log: Log) -> dict[str, int]:
     """Its message graph: `prepare_turn`, `commit`, and a row for each leaf."""
-    from verifiers.v1 import graph  # type: ignore[import-not-found]
-    from verifiers.v1.types import (  # type: ignore[import-not-found]
+    from verifiers.v1 import graph  # type: ignore[import-not-found]  # only in the other system's own environment
+    from verifiers.v1.types import (  # type: ignore[import-not-found]  # only in the other system's own environment
         AssistantMessage,
         Response,
         SystemMessage,

@@ -73,7 +73,7 @@ def shortened(calls: list[Given]) -> list[Given]:
     found: list[Given] = []
     for node, call in zip(builder.tree().nodes, calls, strict=True):
         parent = node.related.call if node.related is not None and node.offset else None
-        new = call.prompt[node.offset :].copy() if parent else call.prompt  # type: ignore[union-attr]
+        new = call.prompt[node.offset :].copy() if parent else call.prompt  # type: ignore[union-attr]  # prompts of this bench are arrays
         found.append(Given(call.call, new, call.sampled, parent, node.offset if parent else None, call.order))
     return found
 

@@ -166,8 +166,8 @@ def install(app: FastAPI) -> None:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return response(Problem(500, "the gateway failed; its log says why"))
 
-    app.add_exception_handler(Problem, on_problem)  # type: ignore[arg-type]
-    app.add_exception_handler(BusError, on_bus)  # type: ignore[arg-type]
-    app.add_exception_handler(RequestValidationError, on_validation)  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, on_http)  # type: ignore[arg-type]
+    app.add_exception_handler(Problem, on_problem)  # type: ignore[arg-type]  # Starlette types handlers by Exception alone
+    app.add_exception_handler(BusError, on_bus)  # type: ignore[arg-type]  # Starlette types handlers by Exception alone
+    app.add_exception_handler(RequestValidationError, on_validation)  # type: ignore[arg-type]  # Starlette types handlers by Exception alone
+    app.add_exception_handler(HTTPException, on_http)  # type: ignore[arg-type]  # Starlette types handlers by Exception alone
     app.add_exception_handler(Exception, on_fault)

@@ -52,7 +52,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    error: _ErrorBody = field(default_factory=_ErrorBody)  # type: ignore[assignment]
+    error: _ErrorBody = field(default_factory=_ErrorBody)  # type: ignore[assignment]  # the factory's type is the field's own
 
 
 _encoder = msgspec.json.Encoder()

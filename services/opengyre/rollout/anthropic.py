@@ -191,7 +191,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + _encoder.encode({"type": kind, **fields}) + b"\n\n"
 
 
-def stream(calls: Sequence[Call], model: str, _tokens: Tokens, *, usage: bool) -> Iterator[bytes]:  # noqa: ARG001
+def stream(calls: Sequence[Call], model: str, _tokens: Tokens, *, usage: bool) -> Iterator[bytes]:  # noqa: ARG001 - one signature for all dialects
     """Named events of a call that is complete."""
     [call] = calls
     begin = {**_head(call, model), "content": [], "stop_reason": None, "stop_sequence": None}

@@ -142,7 +142,7 @@ class Bubblewrap:
         try:
             async with asyncio.timeout(LOCK_BOUND_S):
                 # One that is stopping lets go soon; a file lock has no event.
-                while not _locked(lock):  # noqa: ASYNC110
+                while not _locked(lock):  # noqa: ASYNC110 - state of the system, which has no event
                     await asyncio.sleep(0.1)
         except BaseException as error:
             os.close(lock)

@@ -106,7 +106,7 @@ def main(service: str, factory: str) -> None:
 
 async def _serve(name: str, replica: str, settings: Settings, factory: Any) -> int:
     sock = listen(settings.http)
-    host = settings.http.advertise or ("127.0.0.1" if settings.http.bind in ("0.0.0.0", "::") else settings.http.bind)  # noqa: S104
+    host = settings.http.advertise or ("127.0.0.1" if settings.http.bind in ("0.0.0.0", "::") else settings.http.bind)  # noqa: S104 - compared with, not bound to
     url = f"http://{host}:{sock.getsockname()[1]}"
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     _write_resolved(settings, name, replica)

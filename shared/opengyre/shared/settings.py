@@ -237,5 +237,5 @@ def _sentence(error: ValidationError, path: Path | None) -> str:
         return f"unknown setting {where}{source}; allowed here: {', '.join(model.model_fields)}"
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "model_type":
-        message = f"allowed is a table of {', '.join(Settings.model_fields[where].annotation.model_fields)}"  # type: ignore[union-attr]
+        message = f"allowed is a table of {', '.join(Settings.model_fields[where].annotation.model_fields)}"  # type: ignore[union-attr]  # a section's annotation is its model
     return f"setting {where} is {first['input']!r}{source}: {message}"

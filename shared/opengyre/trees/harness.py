@@ -95,7 +95,7 @@ def _rule(name: str, number: int, rule: Mapping[str, object]) -> Rule:
         raise ProfileError(f"{place} contains is {contains!r}; allowed is a list of texts")
     if (where == "header") != isinstance(header, str):
         raise ProfileError(f"{place} header is {header!r}; it names a header where `where` is 'header', and only there")
-    return Rule(role, where, tuple(contains), str(header or "").lower())  # type: ignore[arg-type]
+    return Rule(role, where, tuple(contains), str(header or "").lower())  # type: ignore[arg-type]  # checked above
 
 
 @functools.cache

@@ -192,25 +192,27 @@ async def work(
         finally:
             places.release()
 
-    async def pull(tasks: asyncio.TaskGroup) -> None:
-        async with pulling(bus, stream, consumer) as puller:
-            while not stop.is_set() and not bus.lost.is_set():
-                if not await _acquired(places, stop):
-                    continue
-                delivery = None
-                try:
-                    delivery = await puller.take()
-                finally:
-                    if delivery is None:
-                        places.release()
-                if delivery is not None:
-                    tasks.create_task(handle(delivery))
+    async def pull(puller: Puller, tasks: asyncio.TaskGroup) -> None:
+        while not stop.is_set() and not bus.lost.is_set():
+            if not await _acquired(places, stop):
+                continue
+            delivery = None
+            try:
+                delivery = await puller.take()
+            finally:
+                if delivery is None:
+                    places.release()
+            if delivery is not None:
+                tasks.create_task(handle(delivery))
 
     # Each pulls one message at a time, and a pull costs a round trip: many places are not filled by one alone.
-    pullers = PULLERS if concurrency >= MANY_PLACES else 1
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(pullers):
-            tasks.create_task(pull(tasks))
+    hands = PULLERS if concurrency >= MANY_PLACES else 1
+    async with contextlib.AsyncExitStack() as bound:
+        # Bound outside the group, which would wrap what is raised for a consumer that is not there.
+        pullers = [await bound.enter_async_context(pulling(bus, stream, consumer)) for _ in range(hands)]
+        async with asyncio.TaskGroup() as tasks:
+            for puller in pullers:
+                tasks.create_task(pull(puller, tasks))
 
 
 async def _acquired(places: asyncio.Semaphore, stop: asyncio.Event) -> bool:
