@@ -21,6 +21,7 @@ from opengyre.proto.traj import (
     Call,
     Ended,
     Overdue,
+    Progressed,
     Resumed,
     SandboxOpened,
     Started,
@@ -35,7 +36,8 @@ from opengyre.proto.weights import WeightsApplied, WeightsPublished, WeightsRefu
 AnyEvent = (
     TaskSubmitted | TaskAdmitted | GroupOverdue | GroupScored | GroupConsumed
     | EpisodeDispatch
-    | Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Verified | Ended | Overdue
+    | Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Progressed | Verified | Ended
+    | Overdue
     | GroupReady
     | Opened | Joined | Contributed | Left | Committed | RunFinished
     | WeightsPublished | WeightsApplied | WeightsRefused

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
-from opengyre.proto.run import Harness, Sampling
+from opengyre.proto.run import Harness, Sampling, Scoring
 from opengyre.proto.task import TaskSpec
 
 
@@ -29,6 +29,8 @@ class EpisodeDispatch(Event, frozen=True, kw_only=True, tag="episode.dispatch.v1
     advantage: Literal["grpo", "loo", "no_std"] = "grpo"
     """Of the run's optimization; it is in the log, so that the log alone makes the group again."""
     sampling: Sampling = Sampling()
+    """Of the run, for the same reason."""
+    scoring: Scoring = Scoring()
     """Of the run, for the same reason."""
     close_at: int | None = None
     """Scored members at which the group closes. None: when all have ended."""

@@ -15,6 +15,7 @@ from opengyre.proto.traj import (
     Ended,
     Overdue,
     Part,
+    Progressed,
     Resumed,
     SandboxOpened,
     Started,
@@ -108,12 +109,20 @@ def examples() -> list[Event]:
             **_AT,
         ),
         TakenOver(index=6, replica="r2", **_AT_1),
-        Verified(
+        Progressed(
             index=7,
+            turn=1,
+            call="demo-g000012-e03-c0",
+            parts=(Part(name="moved", weight=0.5, value=0.0), Part(name="gone", weight=0.5, value=1.0)),
+            duration_s=0.02,
+            **_AT_1,
+        ),
+        Verified(
+            index=8,
             parts=(Part(name="moved", weight=0.5, value=1.0), Part(name="gone", weight=0.5, value=1.0)),
             **_AT_1,
         ),
-        Ended(index=8, reason="done", turns=2, sampled_tokens=5, duration_s=2.0, members=MEMBERS, **_AT_1),
+        Ended(index=9, reason="done", turns=2, sampled_tokens=5, duration_s=2.0, members=MEMBERS, **_AT_1),
         GroupOverdue(run=RUN, task=TASK, group=GROUP),
         Overdue(run=RUN, group=GROUP),
         GroupScored(

@@ -21,6 +21,8 @@ class Span(Record, frozen=True, kw_only=True):
     versions: tuple[int, ...]
     """The weight version that sampled each token."""
     temperature: float
+    advantage: float | None = None
+    """Of each of its tokens. None: the execution's."""
     weight: float = 1.0
     """Of each of its tokens, relative to the others of the execution: 1 in the mean over what is trained of it."""
 

@@ -99,6 +99,21 @@ class Sampling(Record, frozen=True, kw_only=True):
     their own, each token weighted by the share of leaves below it."""
 
 
+class Scoring(Record, frozen=True, kw_only=True):
+    """How the work of an execution is evaluated (design section 6)."""
+
+    grading: Literal["separate", "shared"] = "separate"
+    """`separate`: the checks run on a copy of the files that the agent left, in a fresh sandbox that it never was in.
+    `shared`: in the agent's own, once its processes have been stopped."""
+    attempts: int = 3
+    """Evaluations at most; after so many that failed by no fault of the work, the execution leaves training."""
+    progress_every: int | None = None
+    """Turns between two measurements of progress, each an evaluation of a copy of the files. None: none."""
+    credit: Literal["execution", "progress"] = "execution"
+    """Whose advantage a token has: its execution's, or one that also credits the progress of its turn (which needs
+    `progress_every`)."""
+
+
 class Elastic(Record, frozen=True, kw_only=True):
     """Which cells serve and which train (design section 4; the allocations of the paper's Table 1)."""
 
@@ -144,6 +159,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
     harness: Harness = Harness()
     optimization: Optimization = Optimization()
     sampling: Sampling = Sampling()
+    scoring: Scoring = Scoring()
     elastic: Elastic = Elastic()
     state: RunState = "active"
     """One run is active at a time in a stack."""
@@ -207,6 +223,8 @@ def validate(spec: RunSpec) -> RunSpec:
         *_optional("dispatch.d_max", d.d_max, d.mu - 1, 10_000),
         *_optional("sampling.j_max", spec.sampling.j_max, 1, 1_000_000),
         ("sampling.seed", spec.sampling.seed, 0, 2**63 - 1),
+        ("scoring.attempts", spec.scoring.attempts, 1, 100),
+        *_optional("scoring.progress_every", spec.scoring.progress_every, 1, 100_000),
         *_optional("elastic.max_rollout_cells", e.max_rollout_cells, max(1, e.min_rollout_cells), 10_000),
         *_optional("elastic.max_train_cells", e.max_train_cells, max(1, e.min_train_cells), 10_000),
         *_optional("elastic.switch_s", e.switch_s, 0, 86_400),
@@ -218,6 +236,8 @@ def validate(spec: RunSpec) -> RunSpec:
             raise InvalidRunError(f"{name} is {value}; allowed are values from {low} to {high}")
     if h.agent == "program" and not (h.program or "").strip():
         raise InvalidRunError("harness.program is empty; allowed is a command line, since harness.agent is program")
+    if spec.scoring.credit == "progress" and spec.scoring.progress_every is None:
+        raise InvalidRunError("scoring.progress_every is not set; scoring.credit = progress needs it, from 1")
     depth = (d.phi + d.mu) * d.batch_groups
     if depth != int(depth):
         raise InvalidRunError(

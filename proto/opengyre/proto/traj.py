@@ -171,12 +171,28 @@ class Part(Record, frozen=True, kw_only=True):
     output: str = ""
 
 
+class Progressed(TrajEvent, frozen=True, kw_only=True, tag="traj.progressed.v1"):
+    """What the work was worth at a point of the execution, measured out of the policy's reach: a potential that
+    credits the calls before it, never the score."""
+
+    turn: int
+    """Calls that were recorded before it: 0 at the start."""
+    call: str | None
+    """The last of them."""
+    parts: tuple[Part, ...]
+    infra_error: str | None = None
+    """It could not be measured: it says nothing."""
+    duration_s: float = 0.0
+
+
 class Verified(TrajEvent, frozen=True, kw_only=True, tag="traj.verified.v1"):
     """What the verifier found in the sandbox. The score itself is computed by `trajectory`."""
 
     parts: tuple[Part, ...]
     infra_error: str | None = None
     """The evaluation itself failed: this is not a zero."""
+    evaluations: int = 1
+    """How often it was evaluated, the failed ones with it."""
     reason: EndReason | None = None
     """Why the agent ended, for a writer that takes over before `Ended`."""
     detail: str | None = None
@@ -206,4 +222,6 @@ class Overdue(Event, frozen=True, kw_only=True, tag="traj.overdue.v1"):
         return f"traj-{self.group}-overdue"
 
 
-AnyTrajEvent = Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Verified | Ended
+AnyTrajEvent = (
+    Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Progressed | Verified | Ended
+)

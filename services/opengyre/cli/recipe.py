@@ -21,7 +21,17 @@ import msgspec
 
 from opengyre.cli.task_files import TaskFileError, known, load_tasks
 from opengyre.proto.ids import BadIdentifierError, check_run
-from opengyre.proto.run import Dispatch, Elastic, Harness, InvalidRunError, Optimization, RunSpec, Sampling, validate
+from opengyre.proto.run import (
+    Dispatch,
+    Elastic,
+    Harness,
+    InvalidRunError,
+    Optimization,
+    RunSpec,
+    Sampling,
+    Scoring,
+    validate,
+)
 from opengyre.proto.task import TaskSpec
 from opengyre.shelltasks.tasks import generate
 
@@ -31,6 +41,7 @@ PARTS = {
     "harness": Harness,
     "optimization": Optimization,
     "sampling": Sampling,
+    "scoring": Scoring,
     "elastic": Elastic,
 }
 

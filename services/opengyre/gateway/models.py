@@ -191,6 +191,21 @@ class SamplingIn(Input):
     )
 
 
+class ScoringIn(Input):
+    """How the work of an execution is evaluated."""
+
+    grading: Literal["separate", "shared"] = Field(
+        default="separate", description="separate: on a copy of the files, in a fresh sandbox; shared: in the agent's"
+    )
+    attempts: int = ranged(3, 1, 100, description="Evaluations at most, before the execution leaves training")
+    progress_every: int | None = ranged(
+        None, 1, 100_000, description="Turns between two measurements of progress; null: none"
+    )
+    credit: Literal["execution", "progress"] = Field(
+        default="execution", description="progress: tokens are also credited the progress of their turn"
+    )
+
+
 class ElasticIn(Input):
     """Which cells serve and which train."""
 
@@ -219,6 +234,7 @@ class RunIn(Input):
     harness: HarnessIn = HarnessIn()
     optimization: OptimizationIn = OptimizationIn()
     sampling: SamplingIn = SamplingIn()
+    scoring: ScoringIn = ScoringIn()
     elastic: ElasticIn = ElasticIn()
 
     def spec(self) -> RunSpec:

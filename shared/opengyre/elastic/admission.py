@@ -101,6 +101,7 @@ def dispatches(run: RunSpec, task: TaskSpec, entry: GroupEntry) -> list[EpisodeD
             min_members=min(run.dispatch.min_members, len(entry.executions)),
             advantage=run.optimization.advantage,
             sampling=run.sampling,
+            scoring=run.scoring,
             close_at=min(close_at, len(entry.executions)) if (close_at := run.dispatch.close_at) is not None else None,
         )
         for member, execution in enumerate(entry.executions)
