@@ -56,6 +56,8 @@ class Recorder:
     router: Router
     record: Record
     budget: TimeBudget
+    before_call: Callable[[int], Awaitable[None]] | None = None
+    """Awaited with a new call's number before it is sampled: the agent waits meanwhile."""
     spent: asyncio.Event = field(default_factory=asyncio.Event)
     refused: EndReason | None = None
     """The budget that first refused a call."""
@@ -149,6 +151,8 @@ class Recorder:
         return prompt
 
     async def _call(self, number: int, ask: Ask, choice: int, prompt: Prompt) -> Call:
+        if self.before_call is not None:
+            await self.before_call(number)
         loop = asyncio.get_running_loop()
         since = loop.time()
         harness = self.dispatch.harness
