@@ -1,0 +1,91 @@
+"""A model directory as a policy: the module, its parameters by name, and how wide and long it is.
+
+Invariants: parameters are float32, whatever the files hold; names are those of the files, each tensor once, so a
+version that is written from them is a model directory again; dropout is off.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from opengyre.policy import directory as files
+from opengyre.policy import stock
+from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError
+from opengyre.tiny.model import TinyModel
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """`model_type` is that of `config.json`; a model that the tiny decoder computes has `tiny` here."""
+
+    model: nn.Module
+    model_type: str
+    vocabulary: int
+    context: int
+    """Tokens of a sequence at most."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter, each once."""
+        return dict(self.model.named_parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> what the parameter holds: float32, contiguous."""
+        return {name: parameter.detach().float().contiguous() for name, parameter in self.parameters().items()}
+
+    def fill(self, tensors: dict[str, Tensor], source: Path) -> None:
+        """Take these weights; raises `ModelDirectoryError` naming a tensor of `source` that is missing or differs."""
+        own = self.parameters()
+        # Code of others may have stored the tied output embedding as well; the tiny decoder has no name for it.
+        repeated = stock.tied(self.model) if self.model_type != "tiny" else {"lm_head.weight"}
+        given = {name: tensor for name, tensor in tensors.items() if name not in repeated}
+        for name, parameter in own.items():
+            if name not in given:
+                raise ModelDirectoryError(f"{source}: the tensor {name} is missing")
+            if given[name].shape != parameter.shape:
+                raise ModelDirectoryError(
+                    f"{source}: the tensor {name} has the shape {tuple(given[name].shape)}; {CONFIG_FILE} needs "
+                    f"{tuple(parameter.shape)}"
+                )
+        if extra := sorted(given.keys() - own.keys()):
+            raise ModelDirectoryError(f"{source}: the tensor {extra[0]} is not one of this model's")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(given[name])
+
+
+def build(directory: Path) -> Policy:
+    """The policy that `config.json` describes, its weights not read. Raises `ModelDirectoryError`."""
+    fields = files.read_config(directory)
+    tiny = files.tiny_config(fields)
+    if tiny is not None:
+        policy = Policy(TinyModel(tiny), "tiny", tiny.vocab_size, tiny.max_position_embeddings)
+    else:
+        model = stock.build(directory, fields)
+        config: Any = model.config
+        for name in ("vocab_size", "max_position_embeddings"):
+            if not isinstance(getattr(config, name, None), int):
+                raise ModelDirectoryError(f"{directory / CONFIG_FILE}: {name} is missing; it is a number of tokens")
+        policy = Policy(model, config.model_type, config.vocab_size, config.max_position_embeddings)
+    files.check_tokenizer(directory, policy.vocabulary)
+    return policy
+
+
+def open_policy(directory: Path) -> Policy:
+    """The policy in `directory` with its weights, for training. Raises `ModelDirectoryError`."""
+    # What is missing is said before a large model is built.
+    files.read_config(directory)
+    found = files.weight_files(directory)
+    policy = build(directory)
+    tensors: dict[str, Tensor] = {}
+    for path in found:
+        try:
+            tensors.update(load_file(path))
+        except SafetensorError as error:
+            raise ModelDirectoryError(f"{path} is not a safetensors file: {error}") from error
+    policy.fill(tensors, directory)
+    return policy

@@ -1,0 +1,156 @@
+"""Model directories that are opened as policies, and those that are refused by a sentence."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opengyre.policy.directory import INDEX_FILE, TOKENIZER_FILE, tiny_config
+from opengyre.policy.open import build, open_policy
+from opengyre.tiny.checkpoint import save_pretrained
+from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
+from opengyre.tiny.model import TinyModel
+from opengyre.weights.write import write_version
+from support.models import LLAMA, save_stock
+
+pytestmark = pytest.mark.torch
+CONFIG = TinyConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    save_pretrained(TinyModel(CONFIG, seed=1), tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save_stock(tmp_path / "llama", LLAMA, shard_bytes=4096)
+
+
+def change(directory: Path, name: str, **fields: object) -> None:
+    path = directory / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_our_own_directory_is_opened_without_transformers(tiny: Path) -> None:
+    policy = open_policy(tiny)
+    assert isinstance(policy.model, TinyModel)
+    assert (policy.model_type, policy.vocabulary, policy.context) == ("tiny", 16, 512)
+    wanted = dict(TinyModel(CONFIG, seed=1).named_parameters())
+    assert all(torch.equal(found, wanted[name]) for name, found in policy.tensors().items())
+
+
+def test_a_stock_model_is_the_one_that_transformers_opens(llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    policy = open_policy(llama)
+    assert (policy.model_type, policy.vocabulary, policy.context) == ("llama", 40, 128)
+    assert not policy.model.training
+    theirs = AutoModelForCausalLM.from_pretrained(llama, local_files_only=True)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(policy.model(tokens).logits, theirs(tokens).logits)
+    assert policy.parameters().keys() == dict(theirs.named_parameters()).keys()
+
+
+def test_building_a_model_leaves_the_random_generator_where_it_was(llama: Path) -> None:
+    before = torch.get_rng_state()
+    build(llama)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_version_that_is_written_of_a_stock_model_is_a_model_directory(llama: Path, tmp_path: Path) -> None:
+    policy = open_policy(llama)
+    extra = {CONFIG_FILE: (llama / CONFIG_FILE).read_bytes()}
+    write_version(
+        policy.tensors(), tmp_path / "v", run="r", version=0, parent=None, step=0, extra=extra, shard_bytes=5000
+    )
+    again = open_policy(tmp_path / "v")
+    assert len(list((tmp_path / "v").glob("model-*.safetensors"))) > 2
+    assert all(torch.equal(tensor, policy.tensors()[name]) for name, tensor in again.tensors().items())
+
+
+def test_weights_of_half_precision_are_trained_in_float32(llama: Path) -> None:
+    path = min(llama.glob("model-*.safetensors"))
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    change(llama, CONFIG_FILE, dtype="bfloat16")
+    assert {parameter.dtype for parameter in open_policy(llama).parameters().values()} == {torch.float32}
+
+
+def test_a_llama_that_the_tiny_decoder_would_compute_otherwise_is_not_taken_for_ours() -> None:
+    fields = CONFIG.to_hf()
+    assert tiny_config(fields) == CONFIG
+    for name, value in (("rope_scaling", {"type": "linear"}), ("head_dim", 4), ("attention_bias", True)):
+        assert tiny_config({**fields, name: value}) is None
+    assert tiny_config({**fields, "rope_scaling": None}) == CONFIG
+
+
+def refused(directory: Path, sentence: str) -> None:
+    with pytest.raises(ModelDirectoryError, match=sentence):
+        open_policy(directory)
+
+
+def test_what_is_missing_is_named(llama: Path, tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere is no directory")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", r"empty/config\.json does not exist")
+    sorted(llama.glob("model-*"))[1].unlink()
+    refused(llama, r"model-00002-of-.*\.safetensors does not exist; model\.safetensors\.index\.json names it")
+    (llama / INDEX_FILE).write_text("{}")
+    refused(llama, r"model\.safetensors\.index\.json: weight_map is missing")
+    (llama / INDEX_FILE).unlink()
+    refused(llama, r"model\.safetensors does not exist; weights are read from safetensors files")
+
+
+def test_a_tensor_that_does_not_fit_is_named(llama: Path) -> None:
+    path = min(llama.glob("model-*.safetensors"))
+    tensors = load_file(path)
+    first = min(tensors)
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, path)
+    refused(llama, f"the tensor {first} is missing")
+    save_file({**tensors, first: torch.zeros(3, 5)}, path)
+    refused(llama, rf"{first} has the shape \(3, 5\)")
+    save_file({**tensors, "model.other": torch.zeros(3)}, path)
+    refused(llama, r"the tensor model\.other is not one of this model's")
+    path.write_bytes(b"none")
+    refused(llama, r"model-00001-of-.* is not a safetensors file")
+
+
+def test_a_config_that_cannot_be_used_is_named(llama: Path) -> None:
+    change(llama, CONFIG_FILE, model_type="no_such_family")
+    refused(llama, r"config\.json: model_type is 'no_such_family', which transformers does not know")
+    change(llama, CONFIG_FILE, model_type=None)
+    refused(llama, r"config\.json: model_type is missing")
+    (llama / CONFIG_FILE).write_text("[]")
+    refused(llama, r"config\.json holds a list")
+    (llama / CONFIG_FILE).write_text("{")
+    refused(llama, r"config\.json is not readable JSON")
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 40}}},
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]] * 41}},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 40, "content": "<end>"}]},
+    ],
+)
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(
+    request: pytest.FixtureRequest, kind: str, tokenizer: dict[str, object]
+) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    size = 16 if kind == "tiny" else 40
+    (directory / TOKENIZER_FILE).write_text(json.dumps(tokenizer))
+    refused(directory, rf"tokenizer\.json: the tokenizer has the id 40; vocab_size in config\.json is {size}")
+
+
+def test_without_transformers_a_stock_model_is_refused_by_what_to_install(
+    llama: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(llama, r"of type 'llama' is opened by the package transformers; install it with: pip install 'opengyre")
+    open_policy(tiny)
