@@ -153,7 +153,7 @@ async def test_contributions_add_up_to_the_gradient_of_the_whole(bus: Bus, conte
     assert (first.stats.executions, first.stats.tokens, first.stats.score_sum) == (4, 48, 2.0)
     model = load_pretrained(Path(base.directory))
     whole = zero_gradients(model)
-    accumulate(model, [item for g in groups for item in items_of(g.members, 1 / 8)], whole)
+    accumulate(model, [item for g in groups for item in items_of(g.members, trainer.item(g))], whole)
     one, two = [await gradient(context, base, taken) for taken in (first, second)]
     for name, wanted in whole.items():
         assert wanted.abs().max() > 0

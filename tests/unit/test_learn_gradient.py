@@ -8,7 +8,6 @@ import torch
 
 from opengyre.learn.codec import GradientFormatError, flatten, unflatten
 from opengyre.learn.gradient import InvalidSequenceError, Item, accumulate, batches, zero_gradients
-from opengyre.learn.loss import Clip
 from opengyre.learn.update import NonFiniteGradientError, apply_update
 from opengyre.proto.group import Sequence, Span
 from opengyre.tiny.config import TinyConfig
@@ -203,7 +202,7 @@ def test_learning_moves_probability_towards_what_scored() -> None:
             span = Span(start=3, end=4, logprobs=(logp(token),), versions=(0,), temperature=1.0)
             items.append(Item(Sequence(tokens=(*prompt, token), spans=(span,)), advantage, 0.5))
         gradients = zero_gradients(model)
-        accumulate(model, items, gradients, clip=Clip())
+        accumulate(model, items, gradients)
         apply_update(model, optimizer, gradients, 1.0)
     assert logp(good) > before[0]
     assert logp(bad) < before[1]

@@ -18,7 +18,7 @@ def _loss(ratio: float, advantage: float, clip: Clip, weight: float = 1.0) -> tu
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     loss, stats = policy_loss(logp, Events(zero, one * advantage, one * weight), clip)
     [gradient] = torch.autograd.grad(loss, logp)
-    return float(loss.detach()), float(gradient), stats.clipped
+    return float(loss.detach()), float(gradient), stats.clipped_tokens
 
 
 @pytest.mark.parametrize(

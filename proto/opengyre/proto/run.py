@@ -75,16 +75,52 @@ class Harness(Record, frozen=True, kw_only=True):
 
 
 class Optimization(Record, frozen=True, kw_only=True):
-    """The trainer's arithmetic (design section 7)."""
+    """The trainer's arithmetic (design section 7; formulas in docs/losses.md)."""
 
-    learning_rate: float = 2e-4
-    weight_decay: float = 0.0
+    loss: Literal["clip", "truncated", "sequence", "reinforce"] = "clip"
+    """`clip`: token-level probability ratios within bounds (PPO, DAPO). `truncated`: importance weights with a cap,
+    constant to the gradient (truncated importance sampling, CISPO). `sequence`: one ratio a sequence within bounds
+    (GSPO). `reinforce`: no correction."""
+    average: Literal["execution", "token", "prompt", "constant"] = "execution"
+    """How tokens are averaged: inside an execution first, then over executions; over all tokens of the update; inside a
+    group first, then over groups; or an execution's sum over `constant_tokens`, then over executions."""
+    constant_tokens: int | None = None
+    """Of `average = constant`: what an execution's sum is divided by."""
+    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
     clip_low: float = 0.8
     """Lower bound of the probability ratio."""
     clip_high: float = 1.28
     """Upper bound of the probability ratio."""
+    truncate: float | None = None
+    """Cap of the probability ratio. None: 2 for `truncated`, else none."""
+    sequence_low: float = 0.9997
+    """Lower bound of a sequence's ratio (`sequence`), a geometric mean over its tokens."""
+    sequence_high: float = 1.0004
+    """Upper bound of it."""
+    kl: float = 0.0
+    """Coefficient of KL(policy || initial model of the run), per token; 0: no such term."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    max_age: int | None = None
+    """A token that was sampled more versions ago has no loss; it stays in the averages. None: none is left out."""
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    """torch.optim's; `adafactor` keeps a row and a column for a matrix instead of two matrices."""
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    """Of `adamw`."""
+    beta2: float = 0.999
+    """Of `adamw`."""
+    epsilon: float = 1e-8
+    """Of `adamw`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up; `linear` and `cosine` go down to 0 at the run's end."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate grows from 0 in equal steps."""
     gradient_clip_norm: float = 1.0
-    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
+    logprob_gap_alarm: float = 0.05
+    """An update whose mean |trainer log-prob - engine log-prob| at one version is above it raises an alarm, nats."""
+    canary: bool = False
+    """The learning rate is 0: nothing is learnt, and all figures must stay as they were."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):
@@ -209,7 +245,19 @@ def validate(spec: RunSpec) -> RunSpec:
         ("optimization.weight_decay", o.weight_decay, 0, 1),
         ("optimization.clip_low", o.clip_low, 0, 1),
         ("optimization.clip_high", o.clip_high, 1, 100),
+        # With clipped ratios a cap below the upper bound would be that bound.
+        *_optional("optimization.truncate", o.truncate, o.clip_high if o.loss == "clip" else 1, 1_000_000),
+        ("optimization.sequence_low", o.sequence_low, 0, 1),
+        ("optimization.sequence_high", o.sequence_high, 1, 100),
+        ("optimization.kl", o.kl, 0, 100),
+        *_optional("optimization.constant_tokens", o.constant_tokens, 1, 1_000_000_000),
+        *_optional("optimization.max_age", o.max_age, 0, 10_000),
+        ("optimization.beta1", o.beta1, 0, 0.999999),
+        ("optimization.beta2", o.beta2, 0, 0.999999),
+        ("optimization.epsilon", o.epsilon, 1e-16, 1),
+        ("optimization.warmup_updates", o.warmup_updates, 0, spec.updates or 10_000_000),
         ("optimization.gradient_clip_norm", o.gradient_clip_norm, 1e-6, 1e6),
+        ("optimization.logprob_gap_alarm", o.logprob_gap_alarm, 0, 1_000_000),
         ("elastic.train_cells", e.train_cells, *_train_cells(e)),
         ("elastic.min_rollout_cells", e.min_rollout_cells, 0, 10_000),
         ("elastic.standalone_cells", e.standalone_cells, *_standalone_cells(e)),
@@ -238,6 +286,12 @@ def validate(spec: RunSpec) -> RunSpec:
         raise InvalidRunError("harness.program is empty; allowed is a command line, since harness.agent is program")
     if spec.scoring.credit == "progress" and spec.scoring.progress_every is None:
         raise InvalidRunError("scoring.progress_every is not set; scoring.credit = progress needs it, from 1")
+    if o.average == "constant" and o.constant_tokens is None:
+        raise InvalidRunError(
+            "optimization.constant_tokens is not set; optimization.average = constant needs it, from 1"
+        )
+    if o.schedule != "constant" and spec.updates is None:
+        raise InvalidRunError(f"updates is not set; optimization.schedule {o.schedule} needs it, since it ends there")
     depth = (d.phi + d.mu) * d.batch_groups
     if depth != int(depth):
         raise InvalidRunError(

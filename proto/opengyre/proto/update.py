@@ -6,6 +6,7 @@ leaves. The trainer commits when all executions of the update are in contributio
 trainer that was started again opens the same update under a new attempt, and what belongs to the old one is refused.
 """
 
+from collections import Counter
 from typing import ClassVar
 
 from opengyre.proto import subjects
@@ -16,17 +17,27 @@ from opengyre.proto.weights import Manifest
 
 
 class UpdateStats(Record, frozen=True, kw_only=True):
-    """Sums over the trained tokens of a contribution; means are taken at the commit."""
+    """Sums over the trained tokens of a contribution; means are taken at the commit. `one + other` adds all of them."""
 
     executions: int = 0
     tokens: int = 0
     path_tokens: int = 0
+    unique_tokens: int = 0
+    """Tokens that were computed: those at distinct prefixes, where prefixes are shared."""
     loss: float = 0.0
     """Sum of weighted losses: the value of the objective's share."""
     clipped_tokens: int = 0
+    masked_tokens: int = 0
+    """Tokens that were too old to have a loss (`max_age`); they are in `tokens` too."""
     kl_sum: float = 0.0
     """Sum over tokens of the k3 estimate of KL(behaviour || policy)."""
+    reference_kl_sum: float = 0.0
+    """Sum over tokens of the loss's estimate of KL(policy || reference); 0 without such a term."""
     entropy_sum: float = 0.0
+    ratio_sum: float = 0.0
+    """Sum over tokens of the loss's importance ratio, before any bound."""
+    ratio_square_sum: float = 0.0
+    """Of its square: `ratio_sum ** 2 / ratio_square_sum` is an effective number of tokens."""
     logprob_gap_sum: float = 0.0
     """Sum over tokens sampled by the base version of |trainer log-prob - behaviour log-prob|."""
     logprob_gap_tokens: int = 0
@@ -36,6 +47,19 @@ class UpdateStats(Record, frozen=True, kw_only=True):
     """Seconds that cells spent on it, without waiting."""
     token_staleness_sum: int = 0
     """Sum over trained tokens of the base version minus the version that sampled it."""
+    token_versions: dict[int, int] = {}
+    """Version -> trained tokens that it sampled."""
+    broken: tuple[str, ...] = ()
+    """Groups whose loss or gradient was not finite: nothing of them is in the sum, and the update is skipped."""
+
+    def __add__(self, other: "UpdateStats") -> "UpdateStats":
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__struct_fields__
+            if name != "token_versions"
+        }
+        versions = dict(sorted((Counter(self.token_versions) + Counter(other.token_versions)).items()))
+        return UpdateStats(**sums, token_versions=versions)
 
 
 class UpdateEvent(Event, frozen=True, kw_only=True):
@@ -104,8 +128,12 @@ class Committed(UpdateEvent, frozen=True, kw_only=True, tag="update.committed.v1
     score: float
     """Mean score of the update's executions."""
     gradient_norm: float
+    learning_rate: float | None = None
+    """Of its step. None in events from before it was told."""
     skipped: str | None = None
     """Why the optimizer did not step (a gradient that is not finite)."""
+    alarm: str | None = None
+    """What is wrong with its figures, in a sentence: trainer and engine disagree about log-probs."""
     stats: UpdateStats
     opened_s: float = 0.0
     """Seconds from opening to commit, on the trainer's clock."""
@@ -149,8 +177,11 @@ class WorkItem(Record, frozen=True, kw_only=True):
     executions: tuple[str, ...] = ()
     """Which members to train now; empty: all of them."""
     weight: float
-    """Of each execution: 1 / (executions of the update). A token's weight is this over its execution's trained tokens
-    (the paper's two averages)."""
+    """Of each execution: 1 / (executions of the update). Where `token_weights` is empty, a token's weight is this over
+    its execution's trained tokens (the paper's two averages)."""
+    token_weights: dict[str, float] = {}
+    """Execution -> weight of each of its trained tokens (times its span's), up to a factor that is common to the update
+    and is applied at its commit."""
     optimization: Optimization
 
 

@@ -39,8 +39,8 @@ SPEC: dict[str, Any] = {
         "max_tokens": 48, "context_tokens": 512, "temperature": 1.0, "observation_chars": 40,
     },
     "optimization": {
-        "learning_rate": 0.0002, "weight_decay": 0.0, "clip_low": 0.8, "clip_high": 1.28, "gradient_clip_norm": 1.0,
-        "advantage": "grpo",
+        "loss": "clip", "average": "execution", "advantage": "grpo", "clip_low": 0.8, "clip_high": 1.28,
+        "optimizer": "adamw", "learning_rate": 0.0002, "weight_decay": 0.0, "gradient_clip_norm": 1.0,
     },
     "elastic": {"policy": "fine", "train_cells": 1, "min_rollout_cells": 0, "dwell_s": 0.5},
     "state": "active",

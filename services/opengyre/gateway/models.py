@@ -173,12 +173,41 @@ class HarnessIn(Input):
 class OptimizationIn(Input):
     """The trainer's arithmetic."""
 
-    learning_rate: float = ranged(2e-4, 0, 1)
-    weight_decay: float = ranged(0.0, 0, 1)
+    loss: Literal["clip", "truncated", "sequence", "reinforce"] = Field(
+        default="clip", description="clip: PPO, DAPO; truncated: TIS, CISPO; sequence: GSPO; reinforce: no correction"
+    )
+    average: Literal["execution", "token", "prompt", "constant"] = Field(
+        default="execution", description="What tokens are averaged over first; constant: over constant_tokens"
+    )
+    constant_tokens: int | None = ranged(None, 1, 1_000_000_000, description="Of average = constant")
+    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
     clip_low: float = ranged(0.8, 0, 1)
     clip_high: float = ranged(1.28, 1, 100)
+    truncate: float | None = ranged(
+        None, 1, 1_000_000, description="Cap of the probability ratio; null: 2 for the loss truncated, else none"
+    )
+    sequence_low: float = ranged(0.9997, 0, 1, description="Of the loss sequence: lower bound of a sequence's ratio")
+    sequence_high: float = ranged(1.0004, 1, 100, description="Of the loss sequence: upper bound of it")
+    kl: float = ranged(0.0, 0, 100, description="Coefficient of KL(policy || initial model); 0: no such term")
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    max_age: int | None = ranged(
+        None, 0, 10_000, description="A token that was sampled more versions ago has no loss; null: all have"
+    )
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    learning_rate: float = ranged(2e-4, 0, 1)
+    weight_decay: float = ranged(0.0, 0, 1)
+    beta1: float = ranged(0.9, 0, 0.999999, description="Of adamw")
+    beta2: float = ranged(0.999, 0, 0.999999, description="Of adamw")
+    epsilon: float = ranged(1e-8, 1e-16, 1, description="Of adamw")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Of the learning rate; linear and cosine end at 0 and need updates"
+    )
+    warmup_updates: int = ranged(0, 0, 10_000_000, description="Over which the learning rate grows from 0")
     gradient_clip_norm: float = ranged(1.0, 1e-6, 1e6)
-    advantage: Literal["grpo", "loo", "no_std"] = "grpo"
+    logprob_gap_alarm: float = ranged(
+        0.05, 0, 1_000_000, description="Mean gap of trainer and engine at one version that raises an alarm, nats"
+    )
+    canary: bool = Field(default=False, description="The learning rate is 0: all figures must stay as they were")
 
 
 class SamplingIn(Input):

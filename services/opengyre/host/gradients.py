@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from opengyre.host.learners import Accumulator, UntrainableError, counted, plus
+from opengyre.host.learners import Accumulator, UntrainableError, counted, plus, trained_of
 from opengyre.learn.codec import flatten
 from opengyre.learn.gradient import GradientStats, InvalidSequenceError, Item, accumulate, zero_gradients
-from opengyre.learn.loss import Clip
+from opengyre.learn.objective import objective
 from opengyre.proto.group import Member
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest
@@ -27,39 +27,35 @@ from opengyre.tiny.model import TinyModel
 from opengyre.weights.manifest import verify
 
 
-def items_of(members: Sequence[Member], execution_weight: float) -> list[Item]:
-    """What is trained of a group. A token's weight is its execution's over the execution's trained tokens.
-
-    Members without an advantage are left out: their gradient is zero exactly.
-    """
+def items_of(members: Sequence[Member], work: WorkItem) -> list[Item]:
+    """What is trained of a group."""
     return [
-        Item(sequence=sequence, advantage=member.advantage, weight=execution_weight / member.trained_tokens)
-        for member in members
-        if member.advantage != 0 and member.trained_tokens > 0
+        Item(sequence=sequence, advantage=member.advantage, weight=token_weight(member, work))
+        for member in trained_of(members, work.optimization)
         for sequence in member.sequences
     ]
 
 
-def figures(members: Sequence[Member], found: GradientStats, base: int) -> UpdateStats:
-    """The figures of one group at the version `base`; token sums are over tokens of members with an advantage.
+def token_weight(member: Member, work: WorkItem) -> float:
+    """Of each trained token of the member, which has some, before its span's."""
+    return work.token_weights.get(member.execution, work.weight / member.trained_tokens)
+
+
+def figures(members: Sequence[Member], found: GradientStats, work: WorkItem) -> UpdateStats:
+    """The figures of one group; sums over tokens are over those of `trained_of` the members.
 
     A sum that is not finite is given as 0: JSON has no such numbers. What is wrong shows in the gradient, which the
     trainer checks and refuses by the group's name.
     """
+    sums = {name: getattr(found, name) for name in UpdateStats.__struct_fields__ if hasattr(found, name)}
     return msgspec.structs.replace(
-        counted(members, base),
-        tokens=found.tokens,
-        loss=_finite(found.loss),
-        clipped_tokens=found.clipped_tokens,
-        kl_sum=_finite(found.kl_sum),
-        entropy_sum=_finite(found.entropy_sum),
-        logprob_gap_sum=_finite(found.logprob_gap_sum),
-        logprob_gap_tokens=found.logprob_gap_tokens,
+        counted(members, work.base.version, work.optimization),
+        **{name: _finite(value) for name, value in sums.items()},
     )
 
 
 def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+    return value if math.isfinite(value) else 0
 
 
 class TorchLearner:
@@ -108,20 +104,19 @@ class TorchLearner:
         model = self.model(item.base)
         _check_vocabulary(members, model.config.vocab_size)
         into = into or Accumulator(item.update, item.attempt, name, zero_gradients(model))
-        optimization = item.optimization
         try:
             found = accumulate(
                 model,
-                items_of(members, item.weight),
+                items_of(members, item),
                 into.gradients,
-                clip=Clip(low=optimization.clip_low, high=optimization.clip_high),
+                loss=objective(item.optimization),
                 base_version=item.base.version,
             )
         except InvalidSequenceError as error:
             raise UntrainableError(str(error)) from error
         into.groups.append(item.group.group)
         busy = UpdateStats(busy_s=time.monotonic() - began)
-        into.stats = plus(plus(into.stats, figures(members, found, item.base.version)), busy)
+        into.stats = plus(plus(into.stats, figures(members, found, item)), busy)
         return into
 
 

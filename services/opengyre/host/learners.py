@@ -6,6 +6,7 @@ once; a group whose gradient failed left nothing in it.
 Awaits: `add` is woken by the end of one item's work, `encoded` by a thread.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from opengyre.proto.group import Member
+from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
 
 
@@ -63,23 +65,41 @@ class Learner(Protocol):
 
 def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
     """Field by field; every field is a sum."""
-    return UpdateStats(**{name: getattr(one, name) + getattr(other, name) for name in UpdateStats.__struct_fields__})
+    return one + other
 
 
-def counted(members: Sequence[Member], base: int) -> UpdateStats:
-    """What can be counted of one group without computing; sums over trained tokens are of members with an advantage.
+def has_advantage(member: Member) -> bool:
+    """Whether any trained token of the member has one."""
+    spans = (span for sequence in member.sequences for span in sequence.spans)
+    return any((member.advantage if span.advantage is None else span.advantage) != 0 for span in spans)
+
+
+def trained_of(members: Sequence[Member], optimization: Optimization) -> list[Member]:
+    """Members whose gradient is not zero exactly: with an advantage, or any where the loss has a KL term."""
+    return [m for m in members if m.trained_tokens > 0 and (optimization.kl > 0 or has_advantage(m))]
+
+
+def counted(members: Sequence[Member], base: int, optimization: Optimization | None = None) -> UpdateStats:
+    """What can be counted of one group without computing; sums over trained tokens are of `trained_of` the members.
 
     `base` is the version that is trained.
     """
-    trained = [member for member in members if member.advantage != 0 and member.trained_tokens > 0]
-    versions = (span.versions for member in trained for sequence in member.sequences for span in sequence.spans)
+    trained = trained_of(members, optimization or Optimization())
+    versions = Counter(
+        version
+        for member in trained
+        for sequence in member.sequences
+        for span in sequence.spans
+        for version in span.versions
+    )
     return UpdateStats(
         executions=len(members),
         tokens=sum(member.trained_tokens for member in trained),
         path_tokens=sum(member.path_tokens for member in members),
         score_sum=sum(member.score for member in members),
         zero_variance_groups=int(all(member.advantage == 0 for member in members)),
-        token_staleness_sum=sum(base * len(sampled_by) - sum(sampled_by) for sampled_by in versions),
+        token_staleness_sum=sum((base - version) * tokens for version, tokens in versions.items()),
+        token_versions=dict(sorted(versions.items())),
     )
 
 

@@ -15,6 +15,8 @@ from opengyre.trainer.frontier import Frontier
 from opengyre.trainer.learner import Stepped, finite
 from opengyre.trainer.store import Record
 from opengyre.trainer.update import Update
+from opengyre.trees import weights
+from opengyre.trees.weights import commit_scale, local_weight
 
 
 class NegativeStalenessError(Exception):
@@ -116,31 +118,61 @@ def nominal_weight(spec: RunSpec) -> float:
     return 1.0 / (spec.dispatch.batch_groups * spec.dispatch.group_size)
 
 
-def scale(spec: RunSpec, executions: int) -> float:
-    """What turns nominal weights into 1 / (executions of the update); 1 where nothing has a score."""
-    return 1.0 / (nominal_weight(spec) * executions) if executions else 1.0
+def token_weights(spec: RunSpec, held: Held, units: Iterable[str]) -> dict[str, float]:
+    """Of each trained token of these executions (those that have a score), up to `scale`."""
+    average, constant = spec.optimization.average, spec.optimization.constant_tokens or 0
+    whole = _share(held)
+    tokens = sum(member.trained_tokens for member in held.members)
+    wanted = set(units)
+    return {
+        member.execution: nominal_weight(spec)
+        * local_weight(average, member.trained_tokens, message_tokens=tokens, share=whole, constant=constant)
+        for member in held.members
+        if member.execution in wanted
+    }
+
+
+def scale(spec: RunSpec, parts: Sequence[Part]) -> float:
+    """What turns `token_weights` into weights of the update that these parts make up."""
+    found = [
+        weights.Part(
+            executions=len(part.members),
+            tokens=sum(member.trained_tokens for member in part.members),
+            of_executions=len(part.held.members),
+            of_tokens=sum(member.trained_tokens for member in part.held.members),
+            share=_share(part.held),
+        )
+        for part in parts
+    ]
+    return commit_scale(spec.optimization.average, found) / nominal_weight(spec)
+
+
+def _share(held: Held) -> float:
+    """How much of its group a message is."""
+    return len(held.executions) / held.group_size
 
 
 def total_stats(update: Update, parts: Sequence[Part], factor: float) -> UpdateStats:
     """Sums over the contributions; what we know of the groups ourselves is not taken from the cells."""
-    sums = {
-        name: sum(getattr(contribution.stats, name) for contribution in update.contributions.values())
-        for name in UpdateStats.__struct_fields__
-    }
+    total = sum((contribution.stats for contribution in update.contributions.values()), UpdateStats())
     by_group: dict[str, list[Member]] = {}
     for part in parts:
         by_group.setdefault(part.held.ready.group, []).extend(part.members)
     members = [member for of_group in by_group.values() for member in of_group]
-    sums |= {
-        "executions": len(members),
-        "path_tokens": sum(member.path_tokens for member in members),
-        "score_sum": sum(member.score for member in members),
-        "zero_variance_groups": sum(
-            all(member.advantage == 0 for member in of_group) for of_group in by_group.values() if of_group
-        ),
-        "loss": sums["loss"] * factor,
-    }
-    return msgspec.convert({name: finite(value) for name, value in sums.items()}, UpdateStats)
+    figures = {name: finite(v) for name, v in msgspec.structs.asdict(total).items() if isinstance(v, float)}
+    return msgspec.structs.replace(
+        total,
+        **figures
+        | {
+            "executions": len(members),
+            "path_tokens": sum(member.path_tokens for member in members),
+            "score_sum": sum(member.score for member in members),
+            "zero_variance_groups": sum(
+                all(member.advantage == 0 for member in of_group) for of_group in by_group.values() if of_group
+            ),
+            "loss": finite(total.loss * factor),
+        },
+    )
 
 
 def skip_reason(stepped: Stepped, broken: Sequence[str], update: Update) -> str | None:
@@ -181,7 +213,7 @@ def next_record(
     parts = parts_of(update, held)
     executions = tuple(member.execution for part in parts for member in part.members)
     skipped = skip_reason(stepped, broken, update)
-    stats = total_stats(update, parts, scale(spec, len(executions)))
+    stats = total_stats(update, parts, scale(spec, parts))
     ready = {part.held.ready.group: part.held.ready for part in parts}
     committed = Committed(
         run=spec.run,

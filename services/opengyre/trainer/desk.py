@@ -26,7 +26,7 @@ from opengyre.proto.update import (
 )
 from opengyre.shared.blobs import BlobMissingError, Blobs
 from opengyre.trainer import figures
-from opengyre.trainer.books import Held, groups_of, nominal_weight
+from opengyre.trainer.books import Held, groups_of, nominal_weight, token_weights
 from opengyre.trainer.state import State
 from opengyre.trainer.update import (
     Accept,
@@ -138,6 +138,7 @@ class Desk:
             group=ready,
             executions=units,
             weight=nominal_weight(self._spec),
+            token_weights=token_weights(self._spec, held, units),
             optimization=self._spec.optimization,
         )
 

@@ -27,7 +27,7 @@ from opengyre.shared.bus import Bucket, ConflictError, Delivery, View, read
 from opengyre.shared.lifecycle import Context
 from opengyre.trainer import figures
 from opengyre.trainer.announce import announce
-from opengyre.trainer.books import Held, next_record, scale, staleness
+from opengyre.trainer.books import Held, next_record, parts_of, scale, staleness
 from opengyre.trainer.desk import Desk
 from opengyre.trainer.filling import arrivals, burst_left, open_for, stale
 from opengyre.trainer.frontier import Frontier
@@ -261,13 +261,12 @@ class RunTrainer:
         for name in sorted(update.contributions):
             content = await self._context.blobs.get(update.contributions[name].gradient)
             await self._off_loop(learner.add, total, name, content)
-        executions = len(update.units) - len(update.idle)
         elapsed = round(asyncio.get_running_loop().time() - opened, 3)
         blobs = [held.ready.blob for held in stock.ending(update.units) if held.ready.blob is not None]
         spec = self.spec
 
         def decide() -> None:
-            stepped = learner.step(total, scale(spec, executions))
+            stepped = learner.step(total, scale(spec, parts_of(update, stock.held)))
             record = next_record(
                 self.record, spec, update, stock.held, stepped, total.broken,
                 dropped=self._dropped, blobs=blobs, opened_s=elapsed,

@@ -6,14 +6,16 @@ tokens. The hidden states of trained tokens are gathered before the output embed
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from opengyre.learn.loss import Clip, Events, policy_loss
+from opengyre.learn.events import Events, LossStats
+from opengyre.learn.objective import Objective, objective
 from opengyre.proto import group
+from opengyre.proto.run import Optimization
 
 Gradients = dict[str, Tensor]
 """Parameter name -> float32 gradient."""
@@ -37,7 +39,10 @@ class PolicyModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A sequence with what it is worth: `weight` is the absolute weight of each trained token, times its span's."""
+    """A sequence with what it is worth: `weight` is the absolute weight of each trained token, times its span's.
+
+    `advantage` is that of the tokens of which no span says another.
+    """
 
     sequence: group.Sequence
     advantage: float
@@ -45,30 +50,11 @@ class Item:
 
 
 @dataclass(slots=True)
-class GradientStats:
+class GradientStats(LossStats):
     """Sums over the trained tokens; `merge` adds another's."""
 
     sequences: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    clipped_tokens: int = 0
-    kl_sum: float = 0.0
     entropy_sum: float = 0.0
-    max_ratio: float = 0.0
-    logprob_gap_sum: float = 0.0
-    """Of |trainer log-prob - behaviour log-prob| over tokens that the base version sampled."""
-    logprob_gap_tokens: int = 0
-
-    def merge(self, other: "GradientStats") -> None:
-        self.sequences += other.sequences
-        self.tokens += other.tokens
-        self.loss += other.loss
-        self.clipped_tokens += other.clipped_tokens
-        self.kl_sum += other.kl_sum
-        self.entropy_sum += other.entropy_sum
-        self.max_ratio = max(self.max_ratio, other.max_ratio)
-        self.logprob_gap_sum += other.logprob_gap_sum
-        self.logprob_gap_tokens += other.logprob_gap_tokens
 
 
 class InvalidSequenceError(ValueError):
@@ -121,11 +107,10 @@ class _Table:
     columns: Tensor
     targets: Tensor
     temperature: Tensor
-    versions: Tensor
     events: Events
 
 
-def _table(batch: Sequence[Item], dtype: torch.dtype) -> _Table:
+def _table(batch: Sequence[Item], dtype: torch.dtype, base_version: int | None) -> _Table:
     length = max(len(item.sequence.tokens) for item in batch)
     tokens = torch.tensor([[*item.sequence.tokens, *[0] * (length - len(item.sequence.tokens))] for item in batch])
     rows: list[int] = []
@@ -143,7 +128,7 @@ def _table(batch: Sequence[Item], dtype: torch.dtype) -> _Table:
             behaviour.extend(span.logprobs)
             versions.extend(span.versions)
             temperature.extend([span.temperature] * count)
-            advantage.extend([item.advantage] * count)
+            advantage.extend([item.advantage if span.advantage is None else span.advantage] * count)
             weight.extend([item.weight * span.weight] * count)
     at, before = torch.tensor(rows), torch.tensor(columns)
     return _Table(
@@ -152,11 +137,12 @@ def _table(batch: Sequence[Item], dtype: torch.dtype) -> _Table:
         columns=before,
         targets=tokens[at, before + 1],
         temperature=torch.tensor(temperature, dtype=dtype),
-        versions=torch.tensor(versions),
         events=Events(
             behaviour=torch.tensor(behaviour, dtype=dtype),
             advantage=torch.tensor(advantage, dtype=dtype),
             weight=torch.tensor(weight, dtype=dtype),
+            sequence=at,
+            age=base_version - torch.tensor(versions) if base_version is not None else None,
         ),
     )
 
@@ -175,44 +161,39 @@ def accumulate(
     items: Iterable[Item],
     accumulator: Gradients,
     *,
-    clip: Clip | None = None,
+    loss: Objective | None = None,
     base_version: int | None = None,
+    reference: PolicyModel | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> GradientStats:
     """Add the gradient of the items' loss at `model`'s weights to `accumulator`; returns sums over their tokens.
 
-    `base_version` is the version of `model`'s weights: over tokens that it sampled, the gap between the engine's and
-    the trainer's log-probs is measured. The model's own `.grad` fields are left alone. Raises `InvalidSequenceError`
-    before anything is added.
+    `loss`: the default settings' without it. `base_version` is the version of `model`'s weights: ages count from it,
+    and over tokens that it sampled, the gap between the engine's and the trainer's log-probs is measured. `reference`:
+    the model of a KL term. The models' own `.grad` fields are left alone. Raises `InvalidSequenceError` before anything
+    is added, `ValueError` where the loss needs a version or a reference that is not given.
     """
     items = list(items)
     for item in items:
         check(item.sequence)
+    loss = loss or objective(Optimization())
     named = list(model.named_parameters())
     parameters = [parameter for _, parameter in named]
     total = GradientStats()
     for batch in batches(items, batch_tokens):
-        table = _table(batch, parameters[0].dtype)
+        table = _table(batch, parameters[0].dtype, base_version)
+        events = table.events
+        if reference is not None:
+            with torch.no_grad():
+                events = replace(events, reference=_log_probs(reference, table)[0])
         with torch.enable_grad():
             logp, entropy = _log_probs(model, table)
-            loss, stats = policy_loss(logp, table.events, clip or Clip())
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            value, stats = loss(logp, events)
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
         for (name, _), gradient in zip(named, gradients, strict=True):
             if gradient is not None:
                 accumulator[name].add_(gradient)
-        same = table.versions == base_version if base_version is not None else torch.zeros_like(table.versions).bool()
-        gap = (logp.detach() - table.events.behaviour).abs()[same]
-        total.merge(
-            GradientStats(
-                sequences=len(batch),
-                tokens=len(table.targets),
-                loss=float(loss.detach()),
-                clipped_tokens=stats.clipped,
-                kl_sum=stats.kl_sum,
-                entropy_sum=float(entropy.sum()),
-                max_ratio=stats.max_ratio,
-                logprob_gap_sum=float(gap.sum()),
-                logprob_gap_tokens=gap.numel(),
-            )
-        )
+        total.merge(stats)
+        total.sequences += len(batch)
+        total.entropy_sum += float(entropy.sum())
     return total

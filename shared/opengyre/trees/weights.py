@@ -1,6 +1,8 @@
 """The absolute weight `w_e` of a trained token, fixed before anything is packed (four modes of averaging).
 
-With weights that are absolute, parts can be summed in whatever batches, rows and ranks they come.
+With weights that are absolute, parts can be summed in whatever batches, rows and ranks they come. What of a weight
+needs the whole step is one factor, common to all its tokens, so it can be applied to the sum: `weights` is
+`local_weight * commit_scale`, whatever the partition.
 """
 
 from collections import Counter
@@ -41,6 +43,66 @@ def weights(rollouts: Sequence[Rollout], average: Average = "execution", constan
     if constant < 1:
         raise ValueError(f"constant is {constant}; allowed are values from 1")
     return [1 / (number * constant) if rollout.tokens else 0.0 for rollout in rollouts]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a step has of one message of a group: of its scored executions, and of their trained tokens, how many.
+
+    `share`: how much of its group the message is, 1 unless members of the group come by other messages.
+    """
+
+    executions: int
+    tokens: int
+    of_executions: int
+    of_tokens: int
+    share: float = 1.0
+
+
+def local_weight(
+    average: Average, tokens: int, *, message_tokens: int = 0, share: float = 1.0, constant: int = 0
+) -> float:
+    """Weight of each trained token of an execution with `tokens` of them, up to the factor `commit_scale` of the step.
+
+    Of the message that it came by, `prompt` needs the trained tokens, and the share of its group. 0 without tokens.
+    Raises `ValueError` for a constant below 1.
+    """
+    if average == "constant" and constant < 1:
+        raise ValueError(f"constant is {constant}; allowed are values from 1")
+    if tokens == 0:
+        return 0.0
+    match average:
+        case "execution":
+            return 1 / tokens
+        case "token":
+            return 1.0
+        case "prompt":
+            return share / message_tokens
+        case "constant":
+            return 1 / constant
+
+
+def commit_scale(average: Average, parts: Sequence[Part]) -> float:
+    """What turns local weights into those of the step that these parts make up; 0 where they hold nothing to average.
+
+    `execution`, `constant`: 1 over scored executions. `token`: 1 over trained tokens. `prompt`: 1 over groups, where a
+    part of one counts for as much as it has of the group's tokens.
+    """
+    match average:
+        case "execution" | "constant":
+            total = sum(part.executions for part in parts)
+        case "token":
+            total = sum(part.tokens for part in parts)
+        case "prompt":
+            total = sum(_mass(part) for part in parts)
+    return 1 / total if total else 0.0
+
+
+def _mass(part: Part) -> float:
+    """Of a message without tokens its executions count: it is a group that teaches nothing, not one that is not."""
+    if part.of_tokens:
+        return part.share * part.tokens / part.of_tokens
+    return part.share * part.executions / part.of_executions if part.of_executions else 0.0
 
 
 def normalised(relative: Sequence[float], tokens: Sequence[int]) -> list[float]:

@@ -1,0 +1,77 @@
+"""The objective of a run: its settings as a function `(logp, events) -> (loss, stats)`.
+
+A loss is a sum over events, `F = sum_e w_e * f_e`; which `f` is `Optimization.loss` (`opengyre.learn.losses`). The
+gradient by parameters is then `sum_e (dF/dlogp_e) * grad logp_e`, whatever the loss.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opengyre.learn.events import Events, LossStats, live
+from opengyre.learn.losses import Terms, clipped, reinforce, sequence_clipped, truncated
+from opengyre.learn.ratio import log_ratio, ratio_of, reference_kl
+from opengyre.proto.run import Optimization
+
+Objective = Callable[[Tensor, Events], tuple[Tensor, LossStats]]
+"""`logp` is `[events]`; the loss is a scalar that carries a graph if `logp` does. Raises `ValueError` where the events
+lack a column that the settings need."""
+
+
+def objective(settings: Optimization) -> Objective:
+    """The function that these settings say. Its weights are those of the events."""
+
+    def terms(logp: Tensor, events: Events, kept: Tensor) -> Terms:
+        match settings.loss:
+            case "clip":
+                return clipped(logp, events, settings.clip_low, settings.clip_high, settings.truncate)
+            case "truncated":
+                return truncated(logp, events, settings.truncate if settings.truncate is not None else TRUNCATE)
+            case "sequence":
+                return sequence_clipped(logp, events, settings.sequence_low, settings.sequence_high, kept)
+            case "reinforce":
+                return reinforce(logp, events)
+
+    def evaluate(logp: Tensor, events: Events) -> tuple[Tensor, LossStats]:
+        kept = live(events, settings.max_age)
+        found = terms(logp, events, kept)
+        values = found.loss
+        estimate = None
+        if settings.kl > 0:
+            if events.reference is None:
+                raise ValueError("the events have no reference log-probs; kl above 0 needs them")
+            estimate = reference_kl(logp, events.reference, settings.kl_estimator)
+            values = values + settings.kl * estimate
+        # `where`, and not a product: a masked event may be anything, and 0 times infinity is no number.
+        loss = torch.where(kept, events.weight * values, 0.0).sum()
+        return loss, _stats(logp, events, kept, found, estimate, loss)
+
+    return evaluate
+
+
+TRUNCATE = 2.0
+"""The cap of a `truncated` loss's importance weights where the settings name none."""
+
+
+@torch.no_grad()
+def _stats(
+    logp: Tensor, events: Events, kept: Tensor, found: Terms, estimate: Tensor | None, loss: Tensor
+) -> LossStats:
+    apart = log_ratio(logp, events)[kept]
+    ratio = found.ratio[kept]
+    stats = LossStats(
+        tokens=logp.numel(),
+        loss=float(loss),
+        masked_tokens=int((~kept).sum()),
+        clipped_tokens=int(found.stopped[kept].sum()),
+        kl_sum=float((ratio_of(apart) - 1 - apart).sum()),
+        reference_kl_sum=float(estimate[kept].sum()) if estimate is not None else 0.0,
+        max_ratio=float(ratio.max()) if ratio.numel() else 0.0,
+        ratio_sum=float(ratio.sum()),
+        ratio_square_sum=float(ratio.double().square().sum()),
+    )
+    if events.age is not None:
+        gap = (logp - events.behaviour).abs()[events.age == 0]
+        stats.logprob_gap_sum, stats.logprob_gap_tokens = float(gap.sum()), gap.numel()
+    return stats
