@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.traj import VersionSpan
 from opengyre.rollout.balance import OVERLOAD, QUEUE, choose, surplus
-from opengyre.rollout.engine import NotServedError, Part, RefusedError, read_answer, read_failure
+from opengyre.rollout.engine import NotServedError, Part, Received, RefusedError, read_answer, read_failure
 from opengyre.rollout.router import Completion, joined
 
 
@@ -158,3 +158,67 @@ def test_what_a_failure_means(status: int, answer: bytes, kind: type, draining: 
     assert type(error) is kind
     assert str(error)
     assert getattr(error, "draining", False) is draining
+
+
+def event(tokens: list[int], spans: list[tuple[int, int, int]], finish: str | None = None, **more: object) -> bytes:
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": -token} for token in tokens]},
+        "finish_reason": finish,
+        "weight_versions": [{"version": str(v), "start": start, "end": end} for v, start, end in spans],
+        **more,
+    }
+    return json.dumps({"request_id": "a", "choices": [choice]}).encode()
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=6), st.integers(0, 6))
+def test_what_came_of_a_completion_before_its_host_was_lost_is_its_beginning(
+    increments: list[tuple[int, int]], kept: int
+) -> None:
+    """Law: after any number of events there is exactly what they said, and the listener has heard it once."""
+    heard: list[int] = []
+    received = Received(lambda tokens, _: heard.extend(tokens) or False)
+    expected: list[tuple[int, int]] = []
+    for count, version in increments[:kept]:
+        at = len(expected)
+        received.take(event(list(range(at, at + count)), [(version, at, at + count)]))
+        expected += [(at + n, version) for n in range(count)]
+    part = received.part()
+    assert part.finish == "abort"
+    assert list(part.tokens) == [token for token, _ in expected] == heard
+    assert list(part.logprobs) == [-token for token in heard]
+    covered = [span.version for span in part.versions for _ in range(span.start, span.end)]
+    assert covered == [version for _, version in expected]
+
+
+def test_vllms_stream_gives_the_versions_at_its_end_and_counts_from_then_on() -> None:
+    heard: list[int] = []
+    received = Received(lambda tokens, _: heard.extend(tokens) or False)
+    received.take(event([5, 6], []))
+    assert received.part().tokens == ()
+    received.take(event([7], [(3, 0, 1), (4, 1, 3)], "stop"))
+    assert received.part().tokens == (5, 6, 7) == tuple(heard)
+    assert received.ended
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [b""],
+        [b'{"choices": []}'],
+        [b'{"error": {"message": "the engine is closed", "type": "engine_failed"}}'],
+        [event([5], [(1, 0, 2)])],
+        [event([5, 6], [(1, 1, 2)])],
+        [event([5], [(1, 0, 1)]), event([6], [(1, 2, 3)])],
+        [event([5], [(1, 0, 1)], logprobs={"content": []})],
+        [event([5, 6], [(1, 0, 1)], "stop")],
+        [event([5], [(1, 0, 1)], "stop"), event([6], [(1, 1, 2)])],
+        [event([5], [("x", 0, 1)])],  # type: ignore[list-item]  # what no host of ours says
+    ],
+)
+def test_an_event_that_cannot_be_ends_the_answer(events: list[bytes]) -> None:
+    received = Received()
+    for one in events[:-1]:
+        received.take(one)
+    with pytest.raises(NotServedError):
+        received.take(events[-1])

@@ -38,9 +38,11 @@ from opengyre.tiny.types import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Increment,
     InvalidRequestError,
     VersionSpan,
     WrongStateError,
+    spans_from,
 )
 from opengyre.weights.manifest import MissingFileError
 
@@ -178,6 +180,17 @@ class EmulatedEngine:
             for name, call in self._calls.items()
         ]
 
+    def sampled(self, request_id: str, after: int) -> Increment:
+        self._deliver()
+        call = self._calls.get(request_id)
+        if call is None or self._weights is None:
+            return Increment()
+        count = self._accelerator.tokens(request_id)
+        if count <= after:
+            return Increment()
+        tokens, logprobs = self._draw(call.request, after, count)
+        return Increment(tokens, logprobs, spans_from(self._spans(call.start, count), after, count))
+
     async def close(self) -> None:
         await self.abort(None)
         self._closed = True
@@ -217,12 +230,14 @@ class EmulatedEngine:
         self._tokens += count
         if call.answer.done():
             return
-        request = call.request
-        assert self._weights is not None
-        tokens, logprobs = draw(
-            request.seed, len(request.token_ids), count, self._weights.vocabulary, request.stop_token_ids
-        )
+        tokens, logprobs = self._draw(call.request, 0, count)
         call.answer.set_result(GenerateResult(tokens, logprobs, reason, self._spans(call.start, count)))
+
+    def _draw(self, request: GenerateRequest, start: int, end: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Tokens `[start, end)` of a completion, and their log-probs."""
+        assert self._weights is not None
+        first = len(request.token_ids) + start
+        return draw(request.seed, first, end - start, self._weights.vocabulary, request.stop_token_ids)
 
     def _spans(self, start: float, count: int) -> tuple[VersionSpan, ...]:
         """Who sampled the first `count` tokens of a call."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from opengyre.host.learners import Learner
 from opengyre.shared.settings import HostSettings
-from opengyre.tiny.types import EngineStats, GenerateRequest, GenerateResult
+from opengyre.tiny.types import EngineStats, GenerateRequest, GenerateResult, Increment
 
 WAITING_FACTOR = 8
 """How many times its capacity an engine queues before it refuses."""
@@ -71,6 +71,11 @@ class Engine(Protocol):
 
     def progress(self) -> Sequence[CallProgress]:
         """Of each call in flight, those that wait in it too; does not block."""
+        ...
+
+    def sampled(self, request_id: str, after: int) -> Increment:
+        """What a call in flight has beyond its first `after` tokens, nothing where it is not in flight; does not
+        block."""
         ...
 
     async def close(self) -> None: ...

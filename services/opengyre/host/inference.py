@@ -1,14 +1,18 @@
 """The host's HTTP endpoint, in the shape of vLLM's own: `/inference/v1/generate` and `/inference/v1/abort_requests`.
 
-Token ids in, token ids out, with log-probs and weight-version spans. A host that is not in the rollout role, or was
+Token ids in, token ids out, with log-probs and weight-version spans, at once or, where the client streams, in
+increments (`increments`). A host that is not in the rollout role, or was
 LOST and has not joined again, answers 503 `not_serving`, a full one 429 `too_many_requests`, a call that can never be
 served 400 `invalid_request`. A client that goes away frees the call's place.
+
+Invariant: a call is behind the door from before it is in the engine until its answer is whole, or its client is gone.
 
 Awaits: a call is woken by the engine's answer, the client's going, an abort or `CALL_BOUND_S`, after which it is
 answered as far as it came.
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -22,6 +26,7 @@ from starlette.routing import BaseRoute, Route
 
 from opengyre.host.door import Door, FullError, NotServingError
 from opengyre.host.engine import Engine
+from opengyre.host.increments import Increments, choice_of
 from opengyre.tiny.types import (
     EngineBusyError,
     EngineError,
@@ -35,6 +40,9 @@ CALL_BOUND_S = 900.0
 MAX_BODY_BYTES = 8 << 20
 GONE = 499
 ID_PREFIX = "generate-tokens-"
+INTERVAL_S = 0.03
+LEAST_S = 0.005
+MOST_S = 60.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +61,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     model: str | None = None
     stream: bool = False
+    stream_interval_s: float | None = None
+    """Seconds between increments at least. Where it is given, an answer that is whole before the first of them is due
+    comes as one JSON object, as if `stream` were false."""
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +74,7 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
 def to_request(body: GenerateBody, engine_id: str, seed: int) -> GenerateRequest:
     """Raises `InvalidRequestError` for what no engine of ours does."""
     params = body.sampling_params
-    if body.stream:
-        raise InvalidRequestError("stream is true; allowed is false")
+    interval_of(body)
     if params.logprobs:
         raise InvalidRequestError(f"sampling_params.logprobs is {params.logprobs}; allowed are 0 and null")
     if not math.isfinite(params.temperature):
@@ -83,23 +93,16 @@ def to_request(body: GenerateBody, engine_id: str, seed: int) -> GenerateRequest
 def to_answer(request_id: str, result: GenerateResult, engine_s: float) -> dict[str, Any]:
     """The answer's JSON object. `engine_s`: how long the call was in the engine, so that a caller can tell what the
     way to it cost."""
-    pairs = zip(result.token_ids, result.logprobs, strict=True)
-    return {
-        "request_id": request_id,
-        "engine_s": engine_s,
-        "choices": [
-            {
-                "index": 0,
-                "token_ids": result.token_ids,
-                "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
-                "finish_reason": result.finish_reason,
-                "weight_versions": [
-                    {"version": str(span.version), "start": span.start, "end": span.end}
-                    for span in result.weight_versions
-                ],
-            }
-        ],
-    }
+    choice = choice_of(result.token_ids, result.logprobs, result.weight_versions, result.finish_reason)
+    return {"request_id": request_id, "engine_s": engine_s, "choices": [choice]}
+
+
+def interval_of(body: GenerateBody) -> float:
+    """Seconds between increments; raises `InvalidRequestError`."""
+    wished = INTERVAL_S if body.stream_interval_s is None else body.stream_interval_s
+    if not LEAST_S <= wished <= MOST_S:
+        raise InvalidRequestError(f"stream_interval_s is {wished}; allowed are values from {LEAST_S} to {MOST_S}")
+    return wished
 
 
 class Inference:
@@ -130,42 +133,55 @@ class Inference:
         return {engine_id: now - since for engine_id, (_, since) in self._calls.items()}
 
     async def generate(self, request: Request) -> Response:
-        try:
-            body = msgspec.json.decode(await _body(request), type=GenerateBody)
-            self._look()
-            with self._door.inside():
-                return await self._call(request, body)
-        except ClientDisconnect:
-            return Response(status_code=GONE)
-        except (NotServingError, WrongStateError):
-            return _error(503, "not_serving", self._why_not())
-        except (FullError, EngineBusyError) as error:
-            return _error(429, "too_many_requests", str(error))
-        except (msgspec.DecodeError, InvalidRequestError) as error:
-            return _error(400, "invalid_request", str(error))
-        except EngineError as error:
-            return _error(503, "engine_failed", str(error))
+        with contextlib.ExitStack() as place:
+            try:
+                body = msgspec.json.decode(await _body(request), type=GenerateBody)
+                self._look()
+                place.enter_context(self._door.inside())
+                return await self._call(request, body, place)
+            except ClientDisconnect:
+                return Response(status_code=GONE)
+            except (NotServingError, WrongStateError):
+                return _error(503, "not_serving", self._why_not())
+            except (FullError, EngineBusyError) as error:
+                return _error(429, "too_many_requests", str(error))
+            except (msgspec.DecodeError, InvalidRequestError) as error:
+                return _error(400, "invalid_request", str(error))
+            except EngineError as error:
+                return _error(503, "engine_failed", str(error))
 
-    async def _call(self, request: Request, body: GenerateBody) -> Response:
+    async def _call(self, request: Request, body: GenerateBody, place: contextlib.ExitStack) -> Response:
+        """`place` is left when the answer is made; one that comes in increments takes it over."""
         # The engine's identifier is our own: a client that lost its connection may repeat its identifier at once.
         engine_id = f"{next(self._numbers)}:{body.request_id}"
         seed = random.getrandbits(63)
         answer = self._engine.submit(to_request(body, engine_id, seed))
+        place.callback(answer.cancel)
+        interval = interval_of(body)
         clock = asyncio.get_running_loop().time
         since = clock()
         self._calls[engine_id] = (body.request_id, since)
+        place.callback(self._calls.pop, engine_id)
         gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            done, _ = await asyncio.wait({answer, gone}, timeout=CALL_BOUND_S, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                await self._engine.abort([engine_id])
-            elif answer not in done:
-                return Response(status_code=GONE)
-            result = await answer
-        finally:
-            answer.cancel()
-            gone.cancel()
-            del self._calls[engine_id]
+        place.callback(gone.cancel)
+        first = CALL_BOUND_S
+        if body.stream:
+            first = 0.0 if body.stream_interval_s is None else interval
+        done, _ = await asyncio.wait({answer, gone}, timeout=first, return_when=asyncio.FIRST_COMPLETED)
+        if body.stream and (not done or body.stream_interval_s is None):
+
+            def ended(result: GenerateResult) -> float:
+                self.moved += result.finish_reason == "abort"
+                return round(clock() - since, 6)
+
+            return Increments(
+                body.request_id, self._engine, engine_id, answer, gone, interval, CALL_BOUND_S, ended, place.pop_all()
+            )
+        if not done:
+            await self._engine.abort([engine_id])
+        elif answer not in done:
+            return Response(status_code=GONE)
+        result = await answer
         self.moved += result.finish_reason == "abort"
         return _json(200, to_answer(body.request_id, result, round(clock() - since, 6)))
 

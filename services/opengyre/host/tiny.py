@@ -10,7 +10,14 @@ from pathlib import Path
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.engine import TinyEngine
-from opengyre.tiny.types import EngineSettings, EngineStats, GenerateRequest, GenerateResult, WrongStateError
+from opengyre.tiny.types import (
+    EngineSettings,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    Increment,
+    WrongStateError,
+)
 
 
 class TinyHostEngine:
@@ -53,6 +60,9 @@ class TinyHostEngine:
 
     def progress(self) -> list[CallProgress]:
         return [] if self._engine is None else [CallProgress(*call) for call in self._engine.progress()]
+
+    def sampled(self, request_id: str, after: int) -> Increment:
+        return Increment() if self._engine is None else self._engine.sampled(request_id, after)
 
     async def close(self) -> None:
         if self._engine is not None:

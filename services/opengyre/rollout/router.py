@@ -1,8 +1,9 @@
 """Brings each model call to a host in the rollout role, moves it when its host drains, parks it when there is none.
 
 Invariants:
-- A call's tokens so far are never thrown away: a host that stops it returns them, and the next one continues after
-  them, under the same seed. A lost connection costs what its host had not returned, and is sampled again.
+- A call's tokens so far are never thrown away: they come in increments, and where a host stops the call, is killed or
+  is lost, the next one continues after what came, under the same seed. What the host had not yet sent is sampled again.
+- Who listens to a call hears each of its tokens once, in order, and none that is not in its completion.
 - A host is asked only while its status says ROLLOUT; one that failed is left alone until it says something new, or
   for `AVOID_S`. A call that a host holds when it is LOST goes on elsewhere: a process that hangs closes no connection.
 - A call that is taken away from an overloaded host goes on elsewhere with its tokens; it is asked back once.
@@ -28,7 +29,16 @@ import msgspec
 from opengyre.proto.host import HostStatus
 from opengyre.proto.traj import VersionSpan
 from opengyre.rollout.balance import choose, surplus
-from opengyre.rollout.engine import GenerateRequest, NotServedError, Part, SamplingParams, generate, recall
+from opengyre.rollout.engine import (
+    GenerateRequest,
+    Hear,
+    NotServedError,
+    Part,
+    Received,
+    SamplingParams,
+    generate,
+    recall,
+)
 from opengyre.shared import metrics
 from opengyre.shared.bus import View
 from opengyre.shared.waits import Waits
@@ -42,6 +52,8 @@ BALANCE_S = 0.1
 RECALL_S = 5.0
 LOST_LOOKS = 3
 """A host without a heartbeat is given up after so many looks: after an outage of the broker all lack one at first."""
+QUIET_S = 1.0
+"""Between the increments of a call that nobody listens to: what may be lost with its host."""
 SETTLE_S = 0.1
 """A call that finds no host for less than this is late, not parked."""
 
@@ -68,6 +80,9 @@ class Generation:
     tokens: tuple[int, ...]
     params: SamplingParams
     prefer: str | None = None
+    interval_s: float = QUIET_S
+    """Between increments."""
+    hear: Hear | None = None
 
 
 @dataclass(frozen=True)
@@ -150,14 +165,21 @@ class Router:
                 token_ids=call.tokens + done.tokens,
                 model=call.run,
                 sampling_params=_left(call.params, limit - len(done.tokens)),
+                stream_interval_s=call.interval_s,
             )
+            received = Received(call.hear)
             self._requests.setdefault(host.host, {})[request.request_id] = call.run
             try:
-                part = await self._ask(host, request)
+                part = await self._ask(host, request, received)
             except NotServedError as error:
-                log.info("host %s did not serve %s: %s", host.host, request.request_id, error)
+                part = received.part()
+                log.info(
+                    "host %s did not serve %s, of which %d tokens came: %s",
+                    host.host, request.request_id, len(part.tokens), error,
+                )  # fmt: skip
                 self._avoid(host.host)
-                continue
+                if not part.tokens:
+                    continue
             finally:
                 self._free(host.host)
                 del self._requests[host.host][request.request_id]
@@ -170,6 +192,8 @@ class Router:
                 done = replace(done, moves_s=(*done.moves_s, round(idle_s, 6)))
             stopped, parked_before = now, done.parked_s
             done = joined(done, part, host.host, limit, call.params.stop_token_ids)
+            if received.enough and done.finish == "abort":
+                done = replace(done, finish="stop")
             if done.finish != "abort":
                 return done
             log.debug("host %s stopped %s after %d tokens", host.host, request.request_id, len(part.tokens))
@@ -177,9 +201,9 @@ class Router:
                 self._avoid(host.host)
             prefer = None
 
-    async def _ask(self, host: HostStatus, request: GenerateRequest) -> Part:
+    async def _ask(self, host: HostStatus, request: GenerateRequest, received: Received) -> Part:
         """Raises `NotServedError`, `RefusedError`."""
-        asking = asyncio.create_task(generate(self.session, host.url, request, self.call_timeout_s))
+        asking = asyncio.create_task(generate(self.session, host.url, request, self.call_timeout_s, received))
         missed = 0
         try:
             while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:

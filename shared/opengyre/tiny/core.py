@@ -23,8 +23,10 @@ from opengyre.tiny.types import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Increment,
     InvalidRequestError,
     VersionSpan,
+    spans_from,
 )
 
 
@@ -43,11 +45,22 @@ class _Live:
     def take(self, token: int, logprob: float, version: int) -> None:
         at = len(self.logprobs)
         self.tokens.append(token)
-        self.logprobs.append(logprob)
         if self.versions and self.versions[-1].version == version:
             self.versions[-1] = self.versions[-1]._replace(end=at + 1)
         else:
             self.versions.append(VersionSpan(version, at, at + 1))
+        # Last: what is beside this thread goes by the number of log-probs, and finds all else of such a token.
+        self.logprobs.append(logprob)
+
+    def since(self, after: int) -> Increment:
+        """What was sampled beyond the first `after` tokens."""
+        count = len(self.logprobs)
+        begin = len(self.request.token_ids)
+        return Increment(
+            tuple(self.tokens[begin + after : begin + count]),
+            tuple(self.logprobs[after:count]),
+            spans_from(tuple(self.versions), after, count),
+        )
 
     def result(self, reason: FinishReason) -> GenerateResult:
         sampled = tuple(self.tokens[len(self.request.token_ids) :])
@@ -68,7 +81,7 @@ class Core:
         self.tokens = 0
         self._waiting: deque[_Live] = deque()
         self._slots: list[_Live | None] = [None] * settings.max_batch
-        self._ids: set[str] = set()
+        self._lives: dict[str, _Live] = {}
 
     @property
     def running(self) -> int:
@@ -80,7 +93,7 @@ class Core:
 
     @property
     def live(self) -> int:
-        return len(self._ids)
+        return len(self._lives)
 
     def progress(self) -> list[tuple[str, int, int, int]]:
         """Id, prompt, sampled and limit of each request; may be called beside a step, by any thread."""
@@ -90,6 +103,11 @@ class Core:
             for live in lives
             if live is not None
         ]
+
+    def sampled(self, request_id: str, after: int) -> Increment:
+        """What a request in flight has beyond its first `after` tokens; may be called beside a step, by any thread."""
+        live = self._lives.get(request_id)
+        return live.since(after) if live is not None else Increment()
 
     def check(self, request: GenerateRequest) -> None:
         """Raise `InvalidRequestError` if the request can never be served here."""
@@ -111,12 +129,13 @@ class Core:
     def add(self, request: GenerateRequest, deliver: Callable[[GenerateResult], None]) -> None:
         """Queue a request; `deliver` is called once, with its result."""
         self.check(request)
-        if request.request_id in self._ids:
+        if request.request_id in self._lives:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in flight; it must be unique")
         if len(self._waiting) >= self.settings.max_waiting + self._slots.count(None):
             raise EngineBusyError(f"{len(self._waiting)} requests wait; max_waiting is {self.settings.max_waiting}")
-        self._ids.add(request.request_id)
-        self._waiting.append(_Live(request, deliver, list(request.token_ids)))
+        live = _Live(request, deliver, list(request.token_ids))
+        self._lives[request.request_id] = live
+        self._waiting.append(live)
 
     def abort(self, request_ids: Iterable[str] | None) -> int:
         """End these requests, or all, with what they have; unknown ids are passed over. Returns how many ended."""
@@ -143,7 +162,7 @@ class Core:
 
     def free(self) -> None:
         """Hold neither cache nor weights. There must be no request in flight."""
-        assert not self._ids, "requests in flight need their cache"
+        assert not self._lives, "requests in flight need their cache"
         self.cache = None
         self.weights = None
 
@@ -152,7 +171,7 @@ class Core:
             self._slots[live.slot] = None
         else:
             self._waiting.remove(live)
-        self._ids.discard(live.request.request_id)
+        self._lives.pop(live.request.request_id, None)
         live.deliver(live.result(reason))
 
     def _admit(self) -> None:

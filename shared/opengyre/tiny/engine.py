@@ -32,6 +32,7 @@ from opengyre.tiny.types import (
     EngineStats,
     GenerateRequest,
     GenerateResult,
+    Increment,
     WrongStateError,
 )
 
@@ -146,6 +147,11 @@ class TinyEngine:
         """Of each call in flight: its id, and the tokens of its prompt, sampled so far, and sampled at most; without
         waiting for the worker."""
         return self._core.progress()
+
+    def sampled(self, request_id: str, after: int) -> Increment:
+        """What a call in flight has beyond its first `after` tokens, without waiting for the worker; nothing for a call
+        that is not in flight."""
+        return self._core.sampled(request_id, after)
 
     def close(self, timeout: float = TIMEOUT_S) -> None:
         """End the calls in flight with what they have, then the worker. Repeating it changes nothing."""

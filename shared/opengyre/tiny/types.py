@@ -66,6 +66,25 @@ class GenerateResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Increment:
+    """Tokens that a call in flight has got since it was last looked at."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """They cover `token_ids` in order, in positions of the whole completion."""
+
+
+def spans_from(spans: tuple[VersionSpan, ...], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """The spans of `[start, end)`."""
+    return tuple(
+        VersionSpan(span.version, max(span.start, start), min(span.end, end))
+        for span in spans
+        if span.end > start and span.start < end
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`threads` are torch's own in this process; None leaves them as they are."""
 
