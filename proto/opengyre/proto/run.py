@@ -61,6 +61,12 @@ class Harness(Record, frozen=True, kw_only=True):
     """Of one model call."""
     context_tokens: int = 512
     """Of prompt and completion together."""
+    token_budget: int | None = None
+    """Tokens that an execution samples at most, all calls together. None: as many as its calls may have."""
+    streams: Literal["live", "recorded"] = "live"
+    """When a client that streams gets its text: as it is sampled, or once the call is in the log. What was sent of a
+    live stream cannot be taken back, so its client sees a crash of the rollout service as a broken stream, and has to
+    ask again by itself."""
     temperature: float = 1.0
     observation_chars: int = 40
     """What the agent sees of a command's output."""
@@ -235,6 +241,7 @@ def validate(spec: RunSpec) -> RunSpec:
         ("harness.command_timeout_s", h.command_timeout_s, 0.1, 86_400),
         ("harness.max_tokens", h.max_tokens, 1, 1_000_000),
         ("harness.context_tokens", h.context_tokens, h.max_tokens, 2_000_000),
+        *_optional("harness.token_budget", h.token_budget, 1, 1_000_000_000),
         ("harness.temperature", h.temperature, 0.01, 10),
         ("harness.observation_chars", h.observation_chars, 1, 1_000_000),
         ("harness.synthetic_turns", h.synthetic_turns, 1, h.max_turns if h.agent == "synthetic" else 100_000),

@@ -129,6 +129,9 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     stop: str | None = None
     """The stop string that ended it; what was sampled after its last token is not here."""
     transition: Transition | None = None
+    forced: int = 0
+    """How many of the prompt's last tokens begin the answer: put there because the request forces a tool call, part of
+    what the agent sees, sampled by nobody."""
 
 
 PROGRAM = -1

@@ -162,6 +162,12 @@ class HarnessIn(Input):
     command_timeout_s: float = ranged(10.0, 0.1, 86_400)
     max_tokens: int = ranged(48, 1, 1_000_000)
     context_tokens: int = ranged(512, 1, 2_000_000)
+    token_budget: int | None = ranged(
+        None, 1, 1_000_000_000, description="Tokens that an execution samples at most, all calls together"
+    )
+    streams: Literal["live", "recorded"] = Field(
+        default="live", description="A client that streams gets its text as it is sampled, or once it is recorded"
+    )
     temperature: float = ranged(1.0, 0.01, 10)
     observation_chars: int = ranged(40, 1, 1_000_000)
     synthetic_turns: int = ranged(4, 1, 100_000, description="Calls of a synthetic execution; at most max_turns")
