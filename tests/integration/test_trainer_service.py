@@ -157,7 +157,7 @@ async def test_a_cell_that_falls_silent_and_comes_back_late(
         await until(at(bus, 1))
         training.cancel()
     await check_exactly_once(bus, B, 1)
-    assert quick.seen == {"r-g000000": 1, "r-g000001": 1}
+    assert set(quick.seen) == {"r-g000000", "r-g000001"}
 
 
 async def test_a_gradient_that_is_not_finite_skips_the_update_and_names_the_groups(

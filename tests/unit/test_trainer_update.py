@@ -219,11 +219,11 @@ class Cells(RuleBasedStateMachine):
         return effects
 
     @precondition(lambda self: self.update.phase is Phase.COLLECTING and len(self.update.units) < SIZE)
-    @rule(many=st.integers(1, 3), idle=st.integers(0, 3))
-    def arrive(self, many: int, idle: int) -> None:
+    @rule(many=st.integers(1, 3), idle=st.integers(0, 3), cost=st.floats(0, 900), shared=st.sampled_from([0, 0.9]))
+    def arrive(self, many: int, idle: int, cost: float, shared: float) -> None:
         at = len(self.update.units)
         units = tuple(f"g{number}" for number in range(at, min(SIZE, at + many)))
-        self.go(Arrived(f"m{at}", units, frozenset(units[:idle])))
+        self.go(Arrived(f"m{at}", units, frozenset(units[:idle]), dict.fromkeys(units, cost), shared * cost))
 
     @rule(host=hosts, lost=st.booleans())
     def pull(self, host: str, lost: bool) -> None:
@@ -303,7 +303,7 @@ class Cells(RuleBasedStateMachine):
         if self.update.phase is not Phase.COLLECTING:
             return
         while len(self.update.units) < SIZE:
-            self.arrive(2, 0)
+            self.arrive(2, 0, 1.0, 0.0)
         self.tick(11.0)
         self.crash("a")
         for _ in range(2 * SIZE):

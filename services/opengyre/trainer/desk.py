@@ -27,9 +27,11 @@ from opengyre.proto.update import (
 from opengyre.shared.blobs import BlobMissingError, Blobs
 from opengyre.trainer import figures
 from opengyre.trainer.books import Held, groups_of, nominal_weight, token_weights
+from opengyre.trainer.placing import load_of
 from opengyre.trainer.state import State
 from opengyre.trainer.update import (
     Accept,
+    Arrived,
     Cell,
     CellJoined,
     CellLeft,
@@ -104,6 +106,13 @@ class Desk:
                 case _:
                     pass
         return update, effects
+
+    def arrive(self, key: str, executions: tuple[str, ...]) -> None:
+        """Executions that came by the message `key` enter the update, with what they cost."""
+        held = self._held[key]
+        load = load_of(executions, held.members)
+        costs = dict(zip(load.units, load.costs, strict=True))
+        self.advance(Arrived(key, executions, held.idle, costs, load.shared))
 
     async def pull(self, request: PullRequest) -> PullReply:
         """Answer a cell that asks for work."""

@@ -20,7 +20,7 @@ import msgspec
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
 from opengyre.proto.group import GroupReady
-from opengyre.proto.host import HostStatus
+from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.run import RunSpec
 from opengyre.proto.update import Contributed, HandOver, HandOverReply, PullReply, PullRequest
 from opengyre.shared.bus import Bucket, ConflictError, Delivery, View, read
@@ -36,7 +36,7 @@ from opengyre.trainer.learner import Total
 from opengyre.trainer.state import State, open_state
 from opengyre.trainer.stock import Stock
 from opengyre.trainer.store import Record
-from opengyre.trainer.update import Arrived, Cell, Phase, Stored, Ticked, Update, Worked
+from opengyre.trainer.update import Cell, Phase, Stored, Ticked, Update, Worked
 
 log = logging.getLogger("gyre.trainer")
 
@@ -114,7 +114,10 @@ class RunTrainer:
         opened = loop.time()
         dispatch = self.spec.dispatch
         grain = self.spec.elastic.grain or dispatch.group_size
-        update = Update(number=number, attempt=self._attempt, size=dispatch.update_executions, grain=grain)
+        cells = sum(status.state is HostState.TRAIN for status in self._hosts.values.values())
+        update = Update(
+            number=number, attempt=self._attempt, size=dispatch.update_executions, grain=grain, cells=max(1, cells)
+        )
         desk = self._desk = Desk(
             self.spec, update, self._state, stock.held, self._tell, self._context.blobs, self._torch
         )
@@ -174,7 +177,7 @@ class RunTrainer:
         if not open_for(self.spec, self.record, stock.pending, desk.update):
             return
         for key, executions in arrivals(stock.pending, desk.update):
-            desk.advance(Arrived(key, executions, stock.held[key].idle))
+            desk.arrive(key, executions)
         self._context.gauges["update_executions"] = len(desk.update.units)
 
     async def _drop_stale(self, desk: Desk, stock: Stock) -> None:

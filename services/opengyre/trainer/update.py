@@ -1,7 +1,9 @@
 """One update as a state machine. Pure: no I/O, no clock.
 
 A unit is an execution; an update is `size` of them. They arrive by messages, each the whole or a part of a group, and
-are given out some of one message at a time. An idle unit has no score: it takes its place and is no work.
+are given out some of one message at a time: a part, of a plan by which cells finish together (`placing`). The plan is
+of what waits; it is made again when that grows (an arrival, a cell that is gone) and when the number of cells changes.
+An idle unit has no score: it takes its place and is no work.
 
 States: COLLECTING (units arrive, cells pull and hand over) -> COMMITTING (every unit is idle or in a contribution that
 we hold) -> COMMITTED. A unit is idle, waiting, leased to one cell, or in one contribution.
@@ -18,6 +20,7 @@ from typing import Any
 
 from opengyre.proto.ids import group_of
 from opengyre.proto.update import UpdateStats
+from opengyre.trainer.placing import loads_of, plan
 
 
 class Phase(enum.Enum):
@@ -47,16 +50,25 @@ class Contribution:
 @dataclass(frozen=True, slots=True)
 class Update:
     """The state. `units`: in order of arrival; `seen`: cell -> when it last gave a sign of life; `grain`: units that a
-    cell is given at a time at most."""
+    cell is given at a time at most; `cells`: how many are expected at least."""
 
     number: int
     attempt: str
     size: int
     grain: int
+    cells: int = 1
     phase: Phase = Phase.COLLECTING
     units: tuple[str, ...] = ()
     source: Mapping[str, str] = field(default_factory=dict)
     """Unit -> the message that it came by."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """Unit -> what it costs alone, in tokens."""
+    shared: Mapping[str, float] = field(default_factory=dict)
+    """Message -> what each of its units' cost has in common with the others'."""
+    parts: tuple[tuple[str, ...], ...] | None = None
+    """What waits, as it will be given out; None: to be planned."""
+    planned_for: int = 0
+    """Cells that `parts` is for."""
     idle: frozenset[str] = frozenset()
     leased: Mapping[str, Cell] = field(default_factory=dict)
     contributed: Mapping[str, str] = field(default_factory=dict)
@@ -80,10 +92,8 @@ class Update:
     def leases_of(self, cell: Cell) -> tuple[str, ...]:
         return tuple(unit for unit in self.units if self.leased.get(unit) == cell)
 
-    def some(self, units: tuple[str, ...]) -> tuple[str, ...]:
+    def together(self, units: tuple[str, ...]) -> tuple[str, ...]:
         """The first of `units`, and what else of them came by the same message, `grain` at most."""
-        if not units:
-            return ()
         source = self.source[units[0]]
         return tuple(unit for unit in units if self.source[unit] == source)[: self.grain]
 
@@ -93,11 +103,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Units that came by the message `source`; those in `idle` are no work."""
+    """Units that came by the message `source`; those in `idle` are no work. `costs`, `shared`: see `placing.Load`."""
 
     source: str
     units: tuple[str, ...]
     idle: frozenset[str] = frozenset()
+    costs: Mapping[str, float] = field(default_factory=dict)
+    shared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +236,7 @@ def _release(update: Update, cell: Cell, reason: str) -> Step:
         update,
         leased={unit: owner for unit, owner in update.leased.items() if owner != cell},
         seen={other: when for other, when in update.seen.items() if other != cell},
+        parts=None,
     )
     return left, (CellLeft(cell, reason),)
 
@@ -237,10 +250,23 @@ def _arrive(update: Update, event: Arrived) -> Step:
         units=(*update.units, *new),
         source={**update.source, **dict.fromkeys(new, event.source)},
         idle=update.idle | event.idle.intersection(new),
+        costs={**update.costs, **{unit: event.costs.get(unit, 0.0) for unit in new}},
+        shared={**update.shared, event.source: event.shared},
+        parts=None,
     )
     if update.whole:
         return replace(update, phase=Phase.COMMITTING), (Commit(),)
     return update, ()
+
+
+def _planned(update: Update, cell: Cell) -> tuple[Update, tuple[tuple[str, ...], ...]]:
+    """With what waits in parts, for as many cells as there are with this one."""
+    cells = max(update.cells, len({*update.seen, cell}))
+    if update.parts is not None and update.planned_for == cells:
+        return update, update.parts
+    loads = loads_of(update.waiting, update.source, update.costs, update.shared)
+    parts = plan(loads, cells, update.grain)
+    return replace(update, parts=parts, planned_for=cells), parts
 
 
 def _pull(update: Update, event: Pulled) -> Step:
@@ -257,7 +283,12 @@ def _pull(update: Update, event: Pulled) -> Step:
         return update, (*effects, *gone, Discard(f"{strange[0]} is not leased to it"))
     # A lease that the cell does not hold is one whose answer it did not get.
     lost = tuple(unit for unit in mine if unit not in event.holding)
-    chosen = update.some(lost or update.waiting)
+    if lost:
+        chosen = update.together(lost)
+    else:
+        update, parts = _planned(update, event.cell)
+        chosen, left = (parts[0], parts[1:]) if parts else ((), parts)
+        update = replace(update, parts=left)
     if chosen or event.cell in update.seen:
         effects += () if event.cell in update.seen else (CellJoined(event.cell),)
         update = replace(update, seen={**update.seen, event.cell: event.now})
