@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.trees import ROLES, Given, Role, build, choose, shares, structural
-from opengyre.trees.credit import advantages, rewards, to_go, values
+from opengyre.trees.credit import advantages, values
 from opengyre.trees.harness import PROFILES, ProfileError, Request, detect, load, parse
 from opengyre.trees.weights import Rollout, normalised, weights
 
@@ -149,13 +149,6 @@ def test_alternatives_share_their_weight_by_leaves() -> None:
     tokens = [node.events for node in nodes]
     scaled = normalised(relative, tokens)
     assert sum(w * n for w, n in zip(scaled, tokens, strict=True)) == pytest.approx(sum(tokens))
-
-
-def test_progress_is_credit_along_the_way() -> None:
-    assert rewards([0, 0.5, 0.25, 1]) == [0.5, -0.25, 0.75]
-    assert to_go(1, [0, 0.5, 0.25, 1]) == [2, 1.5, 1.75]
-    with pytest.raises(ValueError, match="outside"):
-        rewards([0, 1.5])
 
 
 def test_a_tree_baseline_is_leave_one_out_at_the_root() -> None:

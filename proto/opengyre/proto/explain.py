@@ -45,6 +45,22 @@ class ExplainedCall(Record, frozen=True, kw_only=True):
     version_max: int | None = None
     text: str = ""
     """The beginning of the completion."""
+    potential: float | None = None
+    """What the work was worth before it, as far as that was measured."""
+    advantage: float | None = None
+    """Of each of its tokens, where it is trained."""
+
+
+class ExplainedProgress(Record, frozen=True, kw_only=True):
+    """One measurement of what the work was worth along the way."""
+
+    turn: int
+    """Calls that were recorded before it."""
+    call: str | None
+    """The last of them."""
+    potential: float | None
+    """In [0, 1]; None: it could not be measured, and the one before goes on."""
+    infra_error: str | None = None
 
 
 class ExplainedPath(Record, frozen=True, kw_only=True):
@@ -101,3 +117,6 @@ class ExplainReport(Record, frozen=True, kw_only=True):
     j_max: int | None = None
     paths: tuple[ExplainedPath, ...] = ()
     per_call: tuple[ExplainedCall, ...] = ()
+    credit: Literal["execution", "progress"] = "execution"
+    """Whose advantage a call has: its execution's, or one that also credits the progress of its turn."""
+    progress: tuple[ExplainedProgress, ...] = ()

@@ -44,6 +44,18 @@ def figures(tree: dict[str, Any]) -> Table:
             table.add_row(name, ", ".join(f"{key} {value}" for key, value in tree[name].items()))
     if tree["j_max"] is not None:
         table.add_row("j_max", str(tree["j_max"]))
+    if tree["progress"]:
+        table.add_row("credit", tree["credit"])
+    return table
+
+
+def progress(tree: dict[str, Any]) -> Table:
+    """What the work was worth along the way."""
+    table = Table("turn", "after", "potential", "why not", title="progress", title_justify="left")
+    for one in tree["progress"]:
+        table.add_row(
+            str(one["turn"]), plain(one["call"] or "-"), number(one["potential"], 4), plain(one["infra_error"] or "")
+        )
     return table
 
 
@@ -58,7 +70,9 @@ def paths(tree: dict[str, Any]) -> Table:
 
 def calls(tree: dict[str, Any]) -> Table:
     """What became of each call, indented by how deep in the tree it goes on."""
-    table = Table("call", "turn", "role", "transition", "prompt", "sampled", "outcome", "why", "text")
+    table = Table(
+        "call", "turn", "role", "transition", "prompt", "sampled", "potential", "advantage", "outcome", "why", "text"
+    )
     depth: dict[str, int] = {}
     for one in tree["per_call"]:
         goes_on = one["transition"] in ("extend", "root")
@@ -70,7 +84,8 @@ def calls(tree: dict[str, Any]) -> Table:
         text = " ".join(one["text"].split())
         table.add_row(
             f"{'  ' * level}{plain(one['call'])}", str(one["turn"]), one["role"], plain(how),
-            str(one["prompt_tokens"]), str(one["sampled_tokens"]), outcome, plain(why),
+            str(one["prompt_tokens"]), str(one["sampled_tokens"]), number(one["potential"], 4),
+            "-" if one["advantage"] is None else f"{one['advantage']:+.4f}", outcome, plain(why),
             plain(text if len(text) <= 40 else f"{text[:39]}…"),
         )  # fmt: skip
     return table
@@ -81,4 +96,5 @@ def show(console: Console, report: dict[str, Any]) -> None:
     tree = report["tree"]
     console.print(heading(report))
     chosen = (paths(tree),) if tree["paths"] else ()
-    console.print(Group(figures(tree), *chosen, calls(tree)))
+    measured = (progress(tree),) if tree["progress"] else ()
+    console.print(Group(figures(tree), *measured, *chosen, calls(tree)))

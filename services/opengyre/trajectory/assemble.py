@@ -12,18 +12,19 @@ one place is `broken_log`; an evaluation that failed is no zero, so that executi
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from opengyre.learn.advantage import Baseline, advantage, baseline
+from opengyre.learn.advantage import advantage, baseline
 from opengyre.proto import codec
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.task import GroupScored
-from opengyre.proto.traj import Call, Ended, Overdue, Part, Started, TrajEvent, Verified
+from opengyre.proto.traj import Call, Ended, Overdue, Started, TrajEvent, Verified
+from opengyre.trajectory.progress import Credit, Scored, freeze, potentials
+from opengyre.trajectory.score import score_of
 from opengyre.trajectory.tree import paths
 
 Outcome = Literal["ready", "evaluated", "dropped"]
@@ -53,6 +54,8 @@ class _Execution:
     reason: str
     """Why it has no score."""
     calls: tuple[Call, ...]
+    potentials: dict[str, float | None] = field(default_factory=dict)
+    """Call -> the potential before it, where progress is credit."""
 
 
 def assemble(events: Iterable[LogEvent]) -> list[Assembled]:
@@ -65,7 +68,7 @@ def assemble(events: Iterable[LogEvent]) -> list[Assembled]:
     dispatch = _dispatch(logs)
     ended: list[_Execution] = []
     parts: list[Assembled] = []
-    frozen: Baseline | None = None
+    frozen: Credit | None = None
     overdue = False
     for cause in causes:
         if cause is None:
@@ -94,14 +97,6 @@ def _closes(dispatch: EpisodeDispatch, ended: Sequence[_Execution], *, overdue: 
     scored = sum(execution.score is not None for execution in ended)
     wanted = whole if dispatch.close_at is None else dispatch.close_at
     return scored >= (min(wanted, dispatch.min_members) if overdue else wanted)
-
-
-def score_of(parts: Sequence[Part]) -> float | None:
-    """The weighted mean of the parts' values, in [0, 1]; None where there is nothing to weigh or it is no number."""
-    total = math.fsum(part.weight for part in parts)
-    if not total > 0 or not all(0 <= part.value <= 1 and part.weight >= 0 for part in parts):
-        return None
-    return min(1.0, math.fsum(part.weight * part.value for part in parts) / total)
 
 
 def _logs(events: Iterable[LogEvent]) -> tuple[dict[str, tuple[TrajEvent, ...]], list[str | None]]:
@@ -145,12 +140,20 @@ def _execution(name: str, log: tuple[TrajEvent, ...]) -> _Execution:
     if verdict is None:
         return _Execution(name, start, None, "not_verified", calls)
     score = score_of(verdict.parts)
-    return _Execution(name, start, score, "" if score is not None else "no_valid_parts", calls)
+    credited = score is not None and start.dispatch.scoring.credit == "progress"
+    reason = "" if score is not None else "no_valid_parts"
+    return _Execution(name, start, score, reason, calls, potentials(log) if credited else {})
+
+
+def _member(execution: _Execution) -> Scored | None:
+    if execution.score is None:
+        return None
+    return Scored(execution.execution, execution.score, execution.potentials)
 
 
 def _close(
     dispatch: EpisodeDispatch, ended: Sequence[_Execution], cause: str | None
-) -> tuple[Assembled, Baseline | None]:
+) -> tuple[Assembled, Credit | None]:
     """The closing part, and what it froze: nothing where the group is not to be trained."""
     scores = [execution.score for execution in ended if execution.score is not None]
     evaluated = dispatch.task.purpose == "evaluate"
@@ -160,12 +163,13 @@ def _close(
     elif not evaluated and len(scores) < dispatch.min_members:
         reason = "too_few_members"
     outcome: Outcome = "dropped" if reason else "evaluated" if evaluated else "ready"
-    frozen = baseline(scores, dispatch.advantage) if outcome == "ready" else None
+    members = [member for execution in ended if (member := _member(execution)) is not None]
+    frozen = freeze(baseline(scores, dispatch.advantage), members) if outcome == "ready" else None
     ready = _ready(dispatch, ended, frozen, late=False) if frozen is not None else None
     return Assembled(cause, _scored(dispatch, ended, outcome, reason, late=False), ready), frozen
 
 
-def _late(dispatch: EpisodeDispatch, execution: _Execution, frozen: Baseline) -> Assembled:
+def _late(dispatch: EpisodeDispatch, execution: _Execution, frozen: Credit) -> Assembled:
     """A member that ended after the group closed; without a score it has no members, and takes its place all the same,
     so that updates fill up."""
     alone = (execution,)
@@ -195,20 +199,22 @@ def _scored(
     )
 
 
-def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: Baseline, *, late: bool) -> GroupReady:
+def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: Credit, *, late: bool) -> GroupReady:
     refused: Counter[str] = Counter()
     members: list[Member] = []
     for execution in executions:
-        if execution.score is None or execution.start is None:
+        member, start = _member(execution), execution.start
+        if member is None or start is None:
             continue
-        start = execution.start
-        found = paths(execution.calls, dispatch.sampling, start.dispatch.seed, start.vocabulary)
+        found = paths(
+            execution.calls, dispatch.sampling, start.dispatch.seed, start.vocabulary, frozen.advantages(member)
+        )
         refused.update(found.refused)
         members.append(
             Member(
                 execution=execution.execution,
-                score=execution.score,
-                advantage=advantage(execution.score, frozen),
+                score=member.score,
+                advantage=advantage(member.score, frozen.baseline),
                 sequences=found.sequences,
                 trained_tokens=found.trained_tokens,
                 path_tokens=found.path_tokens,
@@ -226,8 +232,8 @@ def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: 
         refused=dict(sorted(refused.items())),
         executions=tuple(execution.execution for execution in executions),
         late=late,
-        baseline=frozen.center,
-        scale=frozen.scale,
+        baseline=frozen.baseline.center,
+        scale=frozen.baseline.scale,
         group_size=len(dispatch.members),
     )
 

@@ -4,18 +4,34 @@ Made from the log of the whole group, by what makes the group itself, so it says
 trained now. A log that is not whole yet is told as far as it goes.
 """
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from opengyre.proto.explain import ExplainedCall, ExplainedPath, ExplainReport, Outcome
-from opengyre.proto.group import Member
-from opengyre.proto.traj import Call, Ended, Started, TrajEvent
+from opengyre.proto.explain import ExplainedCall, ExplainedPath, ExplainedProgress, ExplainReport, Outcome
+from opengyre.proto.group import Member, Span
+from opengyre.proto.traj import Call, Ended, Progressed, Started, TrajEvent
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
-from opengyre.trajectory.tree import tree_of
-from opengyre.trees import Node, Path, choose, structural
+from opengyre.trajectory.progress import measured, potentials
+from opengyre.trajectory.tree import draw
+from opengyre.trees import Node, Path
 
 TEXT = 160
 """Characters of a completion that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What is said of calls."""
+
+    places: dict[str, int]
+    """Call -> its path."""
+    spans: dict[str, Span]
+    """Call -> what the group says of it."""
+    potentials: dict[str, float | None]
+    advantage: float | None
+    """The execution's."""
+    nothing: str | None
+    """Why nothing of the execution is trained."""
 
 
 class UnknownExecutionError(LookupError):
@@ -31,21 +47,17 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
     ended = next((event for event in own if isinstance(event, Ended)), None)
     part = _part(execution, events)
     member = _member(execution, part)
-    ordered = sorted((event for event in own if isinstance(event, Call)), key=lambda call: (call.index, call.attempt))
-    tree, by_name, conflicts = tree_of(ordered, started.vocabulary)
+    log = sorted(own, key=lambda event: (event.index, event.attempt))
+    ordered = [event for event in log if isinstance(event, Call)]
     sampling = started.dispatch.sampling
-    roles = structural(tree.nodes)
-    # The same draw that made the group: `paths` of `trajectory.tree`.
-    seed = f"{sampling.seed}-{started.dispatch.seed}"
-    chosen = choose(tree.nodes, roles, j_max=sampling.j_max, seed=seed)
+    drawn = draw(ordered, sampling, started.dispatch.seed, started.vocabulary)
+    tree, chosen = drawn.tree, drawn.chosen
     paths = tuple(_path(path) for path in chosen.paths) if member is not None else ()
     places = {node.call: place for place, path in enumerate(chosen.paths) for node in path.calls}
     nothing = _why_nothing(part, execution, ended=ended is not None) if member is None else None
-    weights = _weights(chosen.paths, member)
-    figures = tree.figures
-    refused = Counter(figures.refused)
-    if conflicts:
-        refused["conflicting_call"] += conflicts
+    spans = _spans(chosen.paths, member)
+    told = _Told(places, spans, potentials(log), member.advantage if member is not None else None, nothing)
+    figures = drawn.figures
     dispatch, score = started.dispatch, part.scored if part is not None else None
     ready = part.ready if part is not None else None
     return ExplainReport(
@@ -64,7 +76,7 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
         baseline=ready.baseline if ready is not None else None,
         scale=ready.scale if ready is not None else None,
         late=score.late if score is not None else False,
-        calls=len(tree.nodes) + len(tree.lost) + conflicts,
+        calls=figures.calls + drawn.refused.get("conflicting_call", 0),
         events=figures.events,
         path_tokens=figures.path_tokens,
         unique_nodes=figures.unique_nodes,
@@ -73,15 +85,17 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
         trained_tokens=sum(path.trained_tokens for path in paths),
         masked_tokens=sum(path.masked_tokens for path in paths),
         left_out=chosen.left_out if member is not None else {},
-        refused=dict(sorted(refused.items())),
+        refused=drawn.refused,
         transitions=figures.transitions,
         diagnoses=figures.diagnoses,
         j_max=sampling.j_max,
         paths=paths,
         per_call=(
-            *(_placed(node, by_name[node.call], roles[node.call], places, weights, nothing) for node in tree.nodes),
-            *(_lost(by_name[name], reason) for name, reason in tree.lost.items() if name in by_name),
+            *(_placed(told, node, drawn.calls[node.call], drawn.roles[node.call]) for node in tree.nodes),
+            *(_lost(drawn.calls[name], reason) for name, reason in tree.lost.items() if name in drawn.calls),
         ),
+        credit=dispatch.scoring.credit,
+        progress=tuple(_progress(event) for event in log if isinstance(event, Progressed)),
     )
 
 
@@ -125,24 +139,30 @@ def _path(path: Path) -> ExplainedPath:
     )
 
 
-def _weights(paths: Sequence[Path], member: Member | None) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _spans(paths: Sequence[Path], member: Member | None) -> dict[str, Span]:
+    found: dict[str, Span] = {}
     for path, sequence in zip(paths, member.sequences if member is not None else (), strict=False):
-        found |= {node.call: span.weight for node, span in zip(path.calls, sequence.spans, strict=True)}
+        found |= {node.call: span for node, span in zip(path.calls, sequence.spans, strict=True)}
     return found
 
 
-def _placed(
-    node: Node, call: Call, role: str, places: dict[str, int], weights: dict[str, float], nothing: str | None
-) -> ExplainedCall:
+def _progress(event: Progressed) -> ExplainedProgress:
+    return ExplainedProgress(
+        turn=event.turn, call=event.call, potential=measured(event), infra_error=event.infra_error
+    )  # fmt: skip
+
+
+def _placed(told: _Told, node: Node, call: Call, role: str) -> ExplainedCall:
     outcome: Outcome = "left_out"
     reason: str | None = "the bound on paths did not reach it"
     if node.refused is not None:
         outcome, reason = "refused", node.refused
-    elif nothing is not None:
-        outcome, reason = "not_trained", nothing
-    elif node.call in places:
+    elif told.nothing is not None:
+        outcome, reason = "not_trained", told.nothing
+    elif node.call in told.places:
         outcome, reason = "trained", None
+    span = told.spans.get(node.call) if outcome == "trained" else None
+    own = span.advantage if span is not None else None
     versions = [span.version for span in call.versions]
     return ExplainedCall(
         call=node.call,
@@ -156,11 +176,13 @@ def _placed(
         sampled_tokens=node.events,
         outcome=outcome,
         reason=reason,
-        path=places.get(node.call) if outcome == "trained" else None,
-        weight=weights.get(node.call) if outcome == "trained" else None,
+        path=told.places.get(node.call) if outcome == "trained" else None,
+        weight=span.weight if span is not None else None,
         version_min=min(versions, default=None),
         version_max=max(versions, default=None),
         text=call.text[:TEXT],
+        potential=told.potentials.get(node.call),
+        advantage=None if span is None else told.advantage if own is None else own,
     )
 
 

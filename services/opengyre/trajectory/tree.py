@@ -11,13 +11,13 @@ a refused call whose tokens are known still serves as context.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opengyre.proto import group
 from opengyre.proto.run import Sampling
 from opengyre.proto.traj import Call
-from opengyre.trees import Builder, Given, Path, Tree, choose, shares, structural
+from opengyre.trees import Builder, Chosen, Figures, Given, Path, Role, Tree, choose, shares, structural
 from opengyre.trees.calls import MAX_TOKEN
 from opengyre.trees.weights import normalised
 
@@ -84,26 +84,55 @@ def tree_of(calls: Sequence[Call], vocabulary: int | None = None) -> tuple[Tree,
     return builder.tree(), unique, conflicts
 
 
-def paths(
-    calls: Sequence[Call], sampling: Sampling | None = None, seed: int = 0, vocabulary: int | None = None
-) -> Paths:
-    """Sequences of the calls of one execution, in log order. A repeated call (same id and content) counts once.
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tree of an execution, and which of its paths are trained."""
 
-    `seed` is the execution's; with that of `sampling` it decides what is drawn. What has ids from
-    `vocabulary` on is refused, and so is what is known by its tokens only.
-    """
+    tree: Tree
+    calls: dict[str, Call]
+    roles: dict[str, Role]
+    chosen: Chosen
+    refused: dict[str, int]
+    """Reason -> calls."""
+    figures: Figures
+
+
+def draw(
+    calls: Sequence[Call], sampling: Sampling | None = None, seed: int = 0, vocabulary: int | None = None
+) -> Drawn:
+    """Of the calls of one execution, in log order. `seed` is the execution's; with that of `sampling` it decides what
+    is drawn."""
     sampling = sampling or Sampling()
     tree, by_name, conflicts = tree_of(calls, vocabulary)
     roles = structural(tree.nodes)
     chosen = choose(tree.nodes, roles, j_max=sampling.j_max, seed=f"{sampling.seed}-{seed}")
-    weight = _weights(tree, chosen.paths) if sampling.alternatives == "leaves" else {}
     figures = tree.figures
     refused = Counter(figures.refused)
     if conflicts:
         refused["conflicting_call"] += conflicts
+    return Drawn(tree, by_name, roles, chosen, dict(sorted(refused.items())), figures)
+
+
+def paths(
+    calls: Sequence[Call],
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    vocabulary: int | None = None,
+    advantages: Mapping[str, float] | None = None,
+) -> Paths:
+    """Sequences of the calls of one execution, in log order. A repeated call (same id and content) counts once.
+
+    What is drawn is as `draw` says. What has ids from `vocabulary` on is refused, and so is what is known by its tokens
+    only. `advantages`: call -> advantage of its tokens, for calls that have one of their own.
+    """
+    sampling = sampling or Sampling()
+    drawn = draw(calls, sampling, seed, vocabulary)
+    tree, chosen, own = drawn.tree, drawn.chosen, advantages or {}
+    weight = _weights(tree, chosen.paths) if sampling.alternatives == "leaves" else {}
+    figures = drawn.figures
     return Paths(
-        sequences=tuple(_sequence(tree, path, by_name, weight) for path in chosen.paths),
-        refused=dict(sorted(refused.items())),
+        sequences=tuple(_sequence(tree, path, drawn.calls, weight, own) for path in chosen.paths),
+        refused=drawn.refused,
         trained_tokens=sum(path.events for path in chosen.paths),
         path_tokens=figures.path_tokens,
         unique_tokens=figures.unique_nodes,
@@ -129,7 +158,9 @@ def _weights(tree: Tree, taken: Sequence[Path]) -> dict[str, float]:
     return {node.call: weight for node, weight in zip(nodes, scaled, strict=True)}
 
 
-def _sequence(tree: Tree, path: Path, calls: dict[str, Call], weight: dict[str, float]) -> group.Sequence:
+def _sequence(
+    tree: Tree, path: Path, calls: Mapping[str, Call], weight: Mapping[str, float], advantages: Mapping[str, float]
+) -> group.Sequence:
     """Tokens from the root to the last that is trained on the path: what follows has no part in the loss."""
     spans = []
     for node in path.calls:
@@ -139,6 +170,7 @@ def _sequence(tree: Tree, path: Path, calls: dict[str, Call], weight: dict[str, 
             group.Span(
                 start=node.start.depth, end=node.length, logprobs=call.logprobs, versions=versions,
                 temperature=call.temperature, weight=weight.get(node.call, 1.0),
+                advantage=advantages.get(node.call),
             )
         )  # fmt: skip
     tokens = tree.tokens(path.calls[-1])
