@@ -205,6 +205,26 @@ def test_doctor_says_what_there_is(monkeypatch: pytest.MonkeyPatch):
     assert [(finding.name, finding.ok, bool(finding.remedy)) for finding in doctor()] == [("bubblewrap", False, True)]
 
 
+async def test_nothing_is_left_of_an_evaluation_whose_service_died_half_way(service: Service):
+    """The service that starts again ends what was left of it, and the same evaluation begins again."""
+    ref = await service.create()
+    await service.exec("e1", "echo kept > work")
+    checks = (Check(name="c", command="sleep 1; [ $(cat work) = kept ]", weight=1.0),)
+    request = VerifyRequest(sandbox=ref.sandbox, verify_id="v0", checks=checks, mode="separate")
+    asked = asyncio.create_task(service.ask("verify", request, VerifyResult, timeout_s=8.0))
+    clean = f"{ref.sandbox}.v0"
+    await until(lambda: (service.root / "sandboxes" / clean / "manager.json").exists())
+    service.end(signal.SIGKILL)
+    assert any(value.endswith(clean) for _, value in processes._marked())
+    service.start()
+    done = await asked
+    assert (done.valid, done.passed) == (True, 1)
+    assert not any(value.endswith(clean) for _, value in processes._marked())
+    assert [path.name for path in (service.root / "sandboxes").iterdir()] == [ref.sandbox]
+    found = await service.ask("list", ListRequest(), ListResult)
+    assert [info.sandbox for info in found.sandboxes] == [ref.sandbox]
+
+
 ORDINARY = """
 import asyncio, sys
 from pathlib import Path
@@ -234,6 +254,10 @@ async def main():
         verdict = await manager.verify(VerifyRequest(sandbox="s", verify_id="v", checks=(check,)))
         assert verdict.valid and verdict.passed == 1, verdict
         assert await manager.read("s", "d/f", 10) == b"x"
+        assert (await run("6", "chmod 0 d/f d; echo x > /tmp/outside")).exit_code == 0
+        check = Check(name="c", command="chmod 700 d; chmod 600 d/f; [ $(cat d/f)$HOME = x/tmp ]", weight=1.0)
+        verdict = await manager.verify(VerifyRequest(sandbox="s", verify_id="w", checks=(check,), mode="separate"))
+        assert verdict.valid and verdict.passed == 1, verdict
     finally:
         await manager.destroy("s")
         await manager.stop()

@@ -122,7 +122,11 @@ class ExecResult(Record, frozen=True, kw_only=True):
 
 
 class VerifyRequest(Record, frozen=True, kw_only=True):
-    """Run checks after ending all that the agent left running (verb ``verify``, answered by `VerifyResult`)."""
+    """Run checks on what was done in a sandbox (verb ``verify``, answered by `VerifyResult`).
+
+    One at a time for a sandbox: beside another it is ``sandbox_busy``. A node whose sandboxes are not isolated takes
+    ``shared`` only, the others are an ``invalid_request`` there.
+    """
 
     sandbox: str
     """The sandbox's id."""
@@ -132,6 +136,11 @@ class VerifyRequest(Record, frozen=True, kw_only=True):
     """Commands whose exit code 0 means passed; names are unique."""
     timeout_s: float = 30.0
     """For each check."""
+    mode: Literal["shared", "separate", "live"] = "shared"
+    """``shared``: in the sandbox itself, once all that was left running in it has been ended. ``separate``: that is
+    ended as well, then ``/workspace`` is copied into a new sandbox in which nothing but the checks ever runs, and which
+    is removed with the answer; regular files, folders and links are copied, and HOME is ``/tmp`` there. ``live``: as
+    ``separate``, but nothing is ended: the sandbox goes on meanwhile as if nothing had been asked."""
 
 
 class CheckResult(Record, frozen=True, kw_only=True):

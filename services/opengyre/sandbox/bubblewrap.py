@@ -350,6 +350,18 @@ class Bubblewrap:
     async def quiet(self, sandbox: str) -> None:
         await self._launcher.request("quiet", marker=self.marker(sandbox), **self._inside(sandbox))
 
+    async def copy(self, source: str, target: Spec) -> None:
+        if not self._isolated:
+            raise InvalidRequest("mode is 'separate' or 'live'; allowed is 'shared' on a node without isolation")
+        record = self._record(source)
+        await self._launcher.request(
+            "copy",
+            limit=target.workspace_mb << 20,
+            cgroups=self._groups.joins(target.sandbox, limits_only=True),
+            **{"from": {"pid": record.pid, "started": record.started}},
+            **self._inside(target.sandbox),
+        )
+
     async def read(self, sandbox: str, path: str, limit: int) -> bytes:
         target = self._temporary(sandbox)
         place = self._place(sandbox, path)

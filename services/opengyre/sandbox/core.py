@@ -114,6 +114,13 @@ class Backend(Protocol):
         """End every process in it except what holds it."""
         ...
 
+    async def copy(self, source: str, target: Spec) -> None:
+        """Copy the workspace of one sandbox, whatever runs in it, into the empty one of another, which holds as much.
+
+        Raises `InvalidRequest` where this provider cannot keep the two apart.
+        """
+        ...
+
     async def read(self, sandbox: str, path: str, limit: int) -> bytes:
         """Content of a regular file."""
         ...

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -34,57 +34,22 @@ from opengyre.proto.sandbox import (
 )
 from opengyre.sandbox import check
 from opengyre.sandbox.core import Backend, InfraError, InvalidRequest, SandboxBusy, SandboxError, SandboxGone, Spec
+from opengyre.sandbox.evaluate import clean, evaluate, failed, is_clean, is_of, lasts_s
 from opengyre.sandbox.forward import Forwards
-from opengyre.sandbox.lease import Effect, Event, Lease, State, advance
+from opengyre.sandbox.held import Entry, Held, Quieted
+from opengyre.sandbox.lease import Effect, Event, Lease, State
 from opengyre.sandbox.records import load, save
-from opengyre.sandbox.verdict import judge, verdict
 
 log = logging.getLogger("gyre.sandbox")
 
 JOIN_BOUND_S = 60.0
 LOOK_S = 5.0
-CHECK_OUTPUT = 4096
 CREATE_AT_ONCE = 8
 
 
 def _now() -> float:
     # The monotonic clock itself, not the loop's: a lease's record is read by the next process of this boot.
     return time.monotonic()
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """``manager.json``: what a service that starts again has to know."""
-
-    spec: Spec
-    owner: str
-    labels: Mapping[str, str]
-    created_at: float
-    expires_at: float
-    idle_ttl_s: float
-
-
-class Quieted(msgspec.Struct, frozen=True):
-    """``verify-*.quiet``: what the agent left running has been ended for this verification."""
-
-
-@dataclass
-class _Sandbox:
-    spec: Spec
-    owner: str
-    labels: Mapping[str, str]
-    created_at: float
-    lease: Lease
-    state: State = State.CREATING
-    running: int = 0
-    making: bool = True
-    verifying: str | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def step(self, event: Event) -> tuple[Effect, ...]:
-        self.state, effects = advance(self.state, event)
-        self.changed.set()
-        self.changed = asyncio.Event()
-        return effects
 
 
 class Manager:
@@ -95,7 +60,7 @@ class Manager:
         self._node = node
         self._defaults = defaults
         self._max = max_sandboxes
-        self._known: dict[str, _Sandbox] = {}
+        self._known: dict[str, Held] = {}
         self._wake = asyncio.Event()
         self._forwards = Forwards(backend.listen)
         # More at once would only make each slower.
@@ -106,12 +71,13 @@ class Manager:
         now = _now()
         for name in await self._backend.start():
             entry = load(self._backend.folder(name) / "manager.json", Entry)
-            if entry is None:
+            # An evaluation that was under way is asked for again, and begins again.
+            if entry is None or is_clean(name):
                 await self._backend.destroy(name)
                 continue
             # How long nobody used it is not written down; the idle time begins anew, the lease does not.
             lease = Lease(expires_at=entry.expires_at, idle_ttl_s=entry.idle_ttl_s, used_at=now)
-            self._known[name] = _Sandbox(
+            self._known[name] = Held(
                 spec=entry.spec,
                 owner=entry.owner,
                 labels=entry.labels,
@@ -125,7 +91,7 @@ class Manager:
     async def stop(self) -> None:
         """Let go; sandboxes and running commands stay for the next start, half-made and doomed ones do not."""
         for name, sandbox in list(self._known.items()):
-            if sandbox.state not in (State.READY, State.VERIFYING):
+            if is_clean(name) or sandbox.state not in (State.READY, State.VERIFYING):
                 # What cannot be removed now is removed by the next start.
                 with suppress(InfraError):
                     await self._remove(name)
@@ -136,7 +102,7 @@ class Manager:
         """Sandboxes of any state."""
         return len(self._known)
 
-    def _find(self, name: str) -> _Sandbox:
+    def _find(self, name: str) -> Held:
         sandbox = self._known.get(name)
         if sandbox is None or sandbox.state in (State.DESTROYING, State.GONE):
             raise SandboxGone(f"sandbox {name[:120]!r} is not on {self._node}: destroyed, expired or never made")
@@ -144,7 +110,7 @@ class Manager:
             raise SandboxGone(f"the lease of sandbox {name!r} is over")
         return sandbox
 
-    def _ready(self, name: str) -> _Sandbox:
+    def _ready(self, name: str) -> Held:
         sandbox = self._find(name)
         if sandbox.state is not State.READY:
             raise SandboxBusy(f"sandbox {name!r} is {sandbox.state.value}; try again when that has ended")
@@ -157,21 +123,27 @@ class Manager:
         if known is not None:
             await self._until(known, spec.sandbox, lambda: known.state is not State.CREATING)
             return self._ref(self._find(spec.sandbox))
-        if len(self._known) >= self._max:
-            raise SandboxBusy(f"{self._node} holds {len(self._known)} sandboxes; allowed are {self._max}")
+        held = sum(not is_clean(name) for name in self._known)
+        if held >= self._max:
+            raise SandboxBusy(f"{self._node} holds {held} sandboxes; allowed are {self._max}")
         now = _now()
-        sandbox = _Sandbox(
+        sandbox = Held(
             spec=made,
             owner=spec.owner,
             labels=dict(spec.labels),
             created_at=now,
             lease=Lease.begin(now, spec.ttl_s, spec.idle_ttl_s),
         )
-        self._known[spec.sandbox] = sandbox
+        await self._make(sandbox, files)
+        return self._ref(self._find(spec.sandbox))
+
+    async def _make(self, sandbox: Held, files: Mapping[str, str]) -> None:
+        name = sandbox.spec.sandbox
+        self._known[name] = sandbox
         try:
             async with self._creating:
-                self._find(spec.sandbox)
-                await self._backend.create(made, files)
+                self._find(name)
+                await self._backend.create(sandbox.spec, files)
             self._save(sandbox)
             sandbox.step(Event.CREATED)
         except BaseException:
@@ -181,10 +153,9 @@ class Manager:
             sandbox.making = False
             self._wake.set()
             if sandbox.state is State.DESTROYING:
-                await self._remove(spec.sandbox)
-        return self._ref(self._find(spec.sandbox))
+                await self._remove(name)
 
-    async def _until(self, sandbox: _Sandbox, name: str, done: Callable[[], bool]) -> None:
+    async def _until(self, sandbox: Held, name: str, done: Callable[[], bool]) -> None:
         try:
             async with asyncio.timeout(JOIN_BOUND_S):
                 while not done():
@@ -192,7 +163,7 @@ class Manager:
         except TimeoutError:
             raise SandboxBusy(f"sandbox {name!r} is {sandbox.state.value} for more than {JOIN_BOUND_S:g} s") from None
 
-    def _save(self, sandbox: _Sandbox) -> None:
+    def _save(self, sandbox: Held) -> None:
         entry = Entry(
             spec=sandbox.spec,
             owner=sandbox.owner,
@@ -203,7 +174,7 @@ class Manager:
         )
         save(self._backend.folder(sandbox.spec.sandbox) / "manager.json", entry)
 
-    def _ref(self, sandbox: _Sandbox) -> SandboxRef:
+    def _ref(self, sandbox: Held) -> SandboxRef:
         left = sandbox.lease.ends_at(sandbox.running > 0) - _now()
         return SandboxRef(
             sandbox=sandbox.spec.sandbox, node=self._node, isolated=self._backend.isolated, expires_in_s=left
@@ -225,7 +196,7 @@ class Manager:
             self._find(request.sandbox)
         return ForwardResult(port=request.port)
 
-    async def _exec(self, sandbox: _Sandbox, exec_id: str, command: str, timeout_s: float, limit: int) -> ExecResult:
+    async def _exec(self, sandbox: Held, exec_id: str, command: str, timeout_s: float, limit: int) -> ExecResult:
         sandbox.running += 1
         try:
             return await self._backend.exec(sandbox.spec, exec_id, command, timeout_s, limit)
@@ -234,8 +205,10 @@ class Manager:
             sandbox.lease = sandbox.lease.used(_now())
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
-        """End what the agent left running and run the checks, once for the id."""
+        """Run the checks, once for the id, in the way that the request's mode says."""
         check.verification(request)
+        if request.mode != "shared" and not self._backend.isolated:
+            raise InvalidRequest(f"mode is {request.mode!r}; allowed is 'shared' on {self._node}, which cannot isolate")
         sandbox = self._find(request.sandbox)
         if sandbox.verifying == request.verify_id:
             await self._until(sandbox, request.sandbox, lambda: sandbox.verifying != request.verify_id)
@@ -244,15 +217,24 @@ class Manager:
         if recorded is not None:
             return recorded
         sandbox = self._ready(request.sandbox)
+        if sandbox.verifying is not None:
+            raise SandboxBusy(f"sandbox {request.sandbox!r} is being evaluated; try again when that has ended")
         sandbox.verifying = request.verify_id
-        sandbox.step(Event.VERIFY)
+        live = request.mode == "live"
+        if not live:
+            sandbox.step(Event.VERIFY)
         try:
-            result = await self._verify(sandbox, request)
+            if not live:
+                await self._quiet(request)
+            make = self._shared if request.mode == "shared" else self._separate
+            result = await make(sandbox, request)
             self._record(request.sandbox, path, result)
             return result
         finally:
             sandbox.verifying = None
-            sandbox.step(Event.VERIFIED)
+            sandbox.tell()
+            if not live:
+                sandbox.step(Event.VERIFIED)
 
     def _record(self, name: str, path: Path, value: msgspec.Struct) -> None:
         try:
@@ -260,28 +242,42 @@ class Manager:
         except FileNotFoundError:
             raise SandboxGone(f"sandbox {name!r} was destroyed") from None
 
-    async def _verify(self, sandbox: _Sandbox, request: VerifyRequest) -> VerifyResult:
-        name = request.sandbox
-        quieted = self._backend.folder(name) / f"verify-{request.verify_id}.quiet"
+    async def _quiet(self, request: VerifyRequest) -> None:
+        quieted = self._backend.folder(request.sandbox) / f"verify-{request.verify_id}.quiet"
         if not quieted.exists():
             # Written down, so that a service that starts again does not end the checks that go on meanwhile.
-            await self._backend.quiet(name)
-            self._record(name, quieted, Quieted())
-        parts = []
-        for number, part in enumerate(request.checks):
-            # A dot is in no caller's id.
-            exec_id = f"verify.{request.verify_id}.{number}"
-            try:
-                done = await self._exec(sandbox, exec_id, part.command, request.timeout_s, CHECK_OUTPUT)
-            except InfraError as error:
-                return msgspec.structs.replace(
-                    verdict(request.verify_id, parts, len(request.checks), isolated=self._backend.isolated),
-                    infra_error=f"check {part.name!r} could not be run: {error}",
-                )
-            parts.append(judge(part, done))
-            if parts[-1].error is not None:
-                break
-        return verdict(request.verify_id, parts, len(request.checks), isolated=self._backend.isolated)
+            await self._backend.quiet(request.sandbox)
+            self._record(request.sandbox, quieted, Quieted())
+
+    async def _shared(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
+        return await evaluate(request, partial(self._exec, sandbox), isolated=self._backend.isolated)
+
+    async def _separate(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
+        """On a copy, in a sandbox of its own, which is gone afterwards."""
+        now = _now()
+        grading = Held(
+            spec=clean(sandbox.spec, request.verify_id),
+            owner=request.sandbox,
+            labels={**sandbox.labels, "evaluation": request.verify_id},
+            created_at=now,
+            lease=Lease.begin(now, lasts_s(request), lasts_s(request)),
+        )
+        try:
+            await self._make(grading, {})
+            await self._backend.copy(request.sandbox, grading.spec)
+            return await evaluate(request, partial(self._exec, grading), isolated=self._backend.isolated)
+        except InvalidRequest:
+            raise
+        except SandboxError as error:
+            # Of the one that is evaluated, or only of the one that was made for that?
+            self._find(request.sandbox)
+            if not await self._backend.alive(request.sandbox):
+                raise SandboxGone(f"sandbox {request.sandbox!r} ended while it was evaluated") from error
+            return failed(request, f"the work could not be evaluated apart: {error}", isolated=self._backend.isolated)
+        finally:
+            # What cannot be removed now is removed by `reap`.
+            with suppress(InfraError):
+                await self._end(grading.spec.sandbox)
 
     async def read(self, name: str, path: str, limit: int) -> bytes:
         """Content of a file."""
@@ -316,12 +312,17 @@ class Manager:
     async def destroy(self, name: str) -> DestroyResult:
         """Leave nothing of it, waiting for nothing that runs in it."""
         check.identifier("sandbox", name)
+        return DestroyResult(sandbox=name, existed=await self._end(name))
+
+    async def _end(self, name: str) -> bool:
+        """Remove a sandbox with those that were made to evaluate it; False where there is none."""
         sandbox = self._known.get(name)
-        if sandbox is None:
-            return DestroyResult(sandbox=name, existed=False)
-        if Effect.REMOVE in sandbox.step(Event.DESTROY):
+        remove = sandbox is not None and Effect.REMOVE in sandbox.step(Event.DESTROY)
+        for other in [other for other in self._known if is_of(other, name)]:
+            await self._end(other)
+        if remove:
             await self._remove(name)
-        return DestroyResult(sandbox=name, existed=True)
+        return sandbox is not None
 
     async def _remove(self, name: str) -> None:
         sandbox = self._known.get(name)
@@ -347,7 +348,7 @@ class Manager:
         chosen = [one for one in found if all(one.labels.get(key) == value for key, value in labels.items())]
         return tuple(self._info(one) for one in sorted(chosen, key=lambda one: one.created_at))
 
-    def _info(self, sandbox: _Sandbox) -> SandboxInfo:
+    def _info(self, sandbox: Held) -> SandboxInfo:
         now = _now()
         ready = sandbox.state is not State.CREATING
         execs, running = self._backend.execs(sandbox.spec.sandbox) if ready else (0, [])
@@ -369,7 +370,7 @@ class Manager:
             self._wake.clear()
             for name in await self._due():
                 try:
-                    await self.destroy(name)
+                    await self._end(name)
                     log.info("sandbox: %s removed: its lease is over or it died", name)
                 except InfraError as error:
                     log.warning("sandbox: %s", error)

@@ -54,6 +54,12 @@ CREATE_SECONDS = Histogram(
 EXEC_SECONDS = Histogram(
     "gyre_sandbox_exec_seconds", "One command", buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 300)
 )
+VERIFY_SECONDS = Histogram(
+    "gyre_sandbox_verify_seconds",
+    "One evaluation, by its mode",
+    ["mode"],
+    buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30, 300),
+)
 REFUSED = Counter("gyre_sandbox_errors", "Calls that ended in an error, by kind", ["kind"])
 
 T = TypeVar("T")
@@ -169,7 +175,8 @@ class SandboxService:
             return await self.manager.exec(request)
 
     async def _verify(self, request: VerifyRequest) -> VerifyResult:
-        return await self.manager.verify(request)
+        with VERIFY_SECONDS.labels(request.mode).time():
+            return await self.manager.verify(request)
 
     async def _renew(self, request: RenewRequest) -> SandboxRef:
         return self.manager.renew(request)

@@ -33,11 +33,13 @@ class Place:
         return cls(request["pid"], request["started"], request["uid"], request["cwd"])
 
 
-def inside(place: Place, work: Callable[[], None], *, own: bool = False) -> None:
+def inside(
+    place: Place, work: Callable[[], None], *, own: bool = False, before: Callable[[], None] | None = None
+) -> None:
     """Call ``work()`` in the sandbox as its user; a `FileError` in it is raised here.
 
     Called in a process that is given up afterwards: it stays in the sandbox's namespaces. ``own``: the writable
-    folders are given to the user first.
+    folders are given to the user first. ``before`` is called by the same process while it has all its rights.
     """
     if place.pid:
         kernel.enter(place.pid, place.started)
@@ -46,6 +48,8 @@ def inside(place: Place, work: Callable[[], None], *, own: bool = False) -> None
     if child == 0:
         try:
             os.close(answer_read)
+            if before is not None:
+                before()
             if own and place.uid is not None:
                 for path in WRITABLE:
                     os.chown(path, place.uid, place.uid)

@@ -18,6 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
+_CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _EINVAL = 22
 _PF_EXITING = 4
@@ -63,9 +64,20 @@ def drop_privileges(uid: int | None, gid: int | None) -> None:
     # Kernels without ambient capabilities answer EINVAL.
     if _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) != 0 and ctypes.get_errno() != _EINVAL:
         _check(-1, "prctl(ambient)")
+    _set_capabilities(0)
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
+
+
+def _set_capabilities(mask: int) -> None:
     header = _CapHeader(_CAPABILITY_VERSION_3, 0)
     data = (_CapData * 2)()
+    data[0].effective = data[0].permitted = mask
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(data)), "capset")
+
+
+def keep_reading_only() -> None:
+    """Give up every capability in the user namespace that was entered, but to read files whatever their mode."""
+    _set_capabilities(1 << _CAP_DAC_READ_SEARCH)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
 
 
@@ -101,11 +113,11 @@ def open_process(pid: int, started: int) -> int:
     return fd
 
 
-def enter(pid: int, started: int) -> None:
+def enter(pid: int, started: int, flags: int = ALL_NAMESPACES) -> None:
     """Enter the namespaces of a sandbox's first process; the next child is born in its pid namespace."""
     fd = open_process(pid, started)
     try:
-        setns(fd, ALL_NAMESPACES)
+        setns(fd, flags)
     finally:
         os.close(fd)
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from opengyre.sandbox.launch import create, execs, files, kernel, tree
+from opengyre.sandbox.launch import copying, create, execs, files, kernel, tree
 
 PACKET = 1 << 18
 
@@ -55,6 +55,13 @@ def _read(request: dict, answer) -> None:
     answer({"ok": {}})
 
 
+def _copy(request: dict, answer) -> None:
+    """The workspace of the sandbox ``from`` into the one of the request."""
+    source = files.Place(request["from"]["pid"], request["from"]["started"], None, files.WORKSPACE)
+    copying.copy(source, files.Place.of(request), request["limit"], request["cgroups"])
+    answer({"ok": {}})
+
+
 def _quiet(request: dict, answer) -> None:
     """End all that runs in the sandbox but its first process."""
     if request["pid"]:
@@ -76,7 +83,7 @@ def _listen(request: dict, answer) -> None:
 
 
 HANDLERS = {
-    "exec": _exec, "create": _create, "write": _write, "read": _read, "quiet": _quiet, "listen": _listen
+    "exec": _exec, "create": _create, "write": _write, "read": _read, "copy": _copy, "quiet": _quiet, "listen": _listen
 }  # fmt: skip
 
 
