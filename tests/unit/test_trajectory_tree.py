@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opengyre.formats import Forest, Source, read_tree
 from opengyre.learn import gradient
+from opengyre.proto import codec
 from opengyre.proto.run import Sampling
 from opengyre.proto.traj import Call, VersionSpan
 from opengyre.trajectory.tree import paths
@@ -189,3 +191,13 @@ def test_every_live_call_is_trained_exactly_once_in_its_own_context(calls: list[
         assert sequence.tokens[sequence.spans[-1].end :] == ()
         assert all(a.end <= b.start for a, b in zip(sequence.spans, sequence.spans[1:], strict=False))
     assert found.trained_tokens == sum(span.end - span.start for _, span in spans)
+
+
+@given(logs())
+def test_the_file_command_and_the_service_tell_the_same_of_a_log(calls: list[Call]) -> None:
+    """Classes of transition and figures have one meaning."""
+    lines = b"\n".join(codec.encode(one) for one in calls)
+    report = read_tree(Source("log.jsonl", lines), Forest(), "gyre")
+    found = paths(calls)
+    assert report.transitions == found.transitions
+    assert (report.path_tokens, report.unique_nodes) == (found.path_tokens, found.unique_tokens)

@@ -55,6 +55,24 @@ def test_a_declared_parent_is_verified_by_tokens() -> None:
     assert (node.parent, node.kind, node.offset) == (None, "fork", 3)
 
 
+def test_a_history_that_is_taken_back_to_the_end_of_a_call_is_a_fork() -> None:
+    """As one that is taken back to any other place; what another agent goes on from is not taken back."""
+    calls = [
+        Given("a", [1, 2], [3, 4], order=0),
+        Given("b", [5], [6], "a", 4, order=1),
+        Given("c", [7], [8], "a", 4, order=2),
+        Given("d", [9], [8], "a", 4, order=3, agent="other"),
+        Given("e", [10], [8], "a", 4, order=4, role="sub-agent"),
+        Given("f", [11], [8], "a", 4, order=5, role="main-summary"),
+        Given("g", [11], [9], "a", 4, order=6),
+    ]
+    tree = build(calls)
+    assert kinds(tree) == ["root", "extend", "fork", "extend", "extend", "fork", "retry"]
+    assert [node.parent and node.parent.call for node in tree.nodes] == [None, *"aaaaaa"]
+    assert [node.diagnosis for node in tree.nodes] == [None, None, "edit", None, None, "edit", None]
+    assert (tree.nodes[2].related, tree.nodes[2].offset) == (tree.nodes[0], 4)
+
+
 def test_a_declared_parent_is_taken_before_a_longer_match() -> None:
     """Two agents said the same; the second goes on from what it declares."""
     calls = [

@@ -109,6 +109,7 @@ class Forest:
                 role=execution.roles.setdefault(call.call, call.role or other),
                 kind=execution.kinds[call.call],
                 wanted=call.wanted,
+                agent=call.agent,
             )
         )
         execution.lengths.setdefault(call.call, prefix + len(prompt) + len(sampled))
@@ -192,6 +193,7 @@ class Forest:
                     # As messages tell it; one that goes on from an older call may share more with a later one's tokens.
                     kind="fork" if node.kind in ("extend", "retry") else None if node.kind == "root" else node.kind,
                     wanted=node.given.wanted,
+                    agent=node.given.agent,
                 )
             )
         return builder.tree()

@@ -1,6 +1,5 @@
 """What a log amounts to: the figures of its trees, and what became of each call. Pure."""
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -63,8 +62,7 @@ class TreeReport(msgspec.Struct, frozen=True, kw_only=True):
     taken back; `retried`: the same prompt was asked again."""
     refused: Refused
     transitions: dict[str, int]
-    """Class -> calls; the first of an execution is none. A call that goes on from one that its agent had gone on from
-    already is a `fork`: the history was taken back to there."""
+    """Class -> calls; the first of an execution is none."""
     diagnoses: dict[str, int]
     """Why histories diverge -> calls."""
     dedup_ratio: float
@@ -168,10 +166,6 @@ def _rows(forest: Forest, execution: str, tree: Tree) -> list[CallRow]:
 def _row(forest: Forest, execution: str, node: Node, role: Role) -> CallRow:
     agents = forest.executions[execution].agents
     kind, diagnosis = node.kind, node.diagnosis
-    if kind == "extend" and node.parent is not None:
-        before = itertools.takewhile(lambda child: child is not node, node.parent.children)
-        if any(agents[child.call] == agents[node.call] for child in before):
-            kind, diagnosis = "fork", "edit"
     if forest.unit == "messages" and diagnosis == "retokenisation":
         # Messages that differ though they show the same text differ in what is told of their reasoning.
         diagnosis = "template"

@@ -17,8 +17,9 @@ ROLES: Final[tuple[Role, ...]] = ("main", "main-summary", "sub-agent", "sub-agen
 Kind = Literal["root", "extend", "branch", "compaction", "realign", "fork", "retry"]
 """How a call stands to what was before it. `extend`: its prompt begins with all of another call. `branch`: a context of
 its own (a sub-agent, a parallel call). `compaction`: a history that a summary replaced. `realign`: the same history in
-other tokens (the template, retokenisation). `fork`: a history that was rewritten. `retry`: the prompt of another call
-again. `root`: there is nothing before it."""
+other tokens (the template, retokenisation). `fork`: a history that was rewritten, or taken back to the end of a call
+that its agent had gone on from already. `retry`: the prompt of another call again. `root`: there is nothing before
+it."""
 
 Diagnosis = Literal["template", "retokenisation", "edit"]
 
@@ -74,6 +75,8 @@ class Given:
     """What it is known to be where it does not extend, from the format or the harness."""
     execution: str = ""
     """Calls of different executions share nodes and nothing else: neither is before the other."""
+    agent: str = ""
+    """Who asked, where that is known: of two agents that go on from one call neither takes the other's history back."""
     wanted: bool = False
     """One of several answers to a prompt that were all asked for: another does not supersede it."""
     payload: object = None

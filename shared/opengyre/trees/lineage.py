@@ -6,6 +6,7 @@ of several); where that is not the parent, the call diverges, and its kind is to
 of the abandoned part comes again in it:
 
 - the prompt is that of another call: `retry`;
+- it begins with all of a call that its agent had gone on from already: the history was taken back, `fork`;
 - most of the completions after the divergence come again: the history was rewritten, `realign` if only in its tokens
   (the template, retokenisation), `fork` if in what it says;
 - one or few come again, or that of a call elsewhere, in a prompt that is shorter: `compaction`;
@@ -80,6 +81,8 @@ def _classify(
         node.kind, node.related, node.offset = "retry", same[-1], node.start.depth
     elif parent is not None and (parent.length == offset or parent.call == node.given.parent):
         node.kind, node.related, node.offset = "extend", parent, parent.length
+        if _taken_back(node, parent):
+            node.kind, node.diagnosis = "fork", "edit"
     else:
         node.related, node.offset = related, offset
         if _says_the_same(trie, node, related, offset, texts):
@@ -90,6 +93,15 @@ def _classify(
             node.diagnosis = _diagnose(trie, node, related, offset, texts)
             if node.given.kind is None:
                 node.kind = "fork" if node.diagnosis == "edit" else "realign"
+
+
+def _taken_back(node: Node, parent: Node) -> bool:
+    """Whether its agent had gone on from there before: what came of that is abandoned."""
+
+    def whose(one: Node) -> tuple[str, str]:
+        return one.given.agent, base(one.given.role)
+
+    return any(other is not node and whose(other) == whose(node) for other in parent.children)
 
 
 def _divergence(trie: Trie, node: Node, related: Node, offset: int, before: Sequence[Node], texts: Texts) -> Kind:

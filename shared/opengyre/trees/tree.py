@@ -138,7 +138,7 @@ class Builder:
     def _same(self, given: Given) -> bool:
         name = given.call
         before = self._placed[name].given if name in self._placed else self._given[name]
-        for of in ("parent", "order", "fault", "role", "kind", "execution", "wanted", "payload"):
+        for of in ("parent", "order", "fault", "role", "kind", "execution", "agent", "wanted", "payload"):
             if getattr(before, of) != getattr(given, of):
                 return False
         if (before.prefix or 0) != (given.prefix or 0):
