@@ -1,21 +1,35 @@
 """Checkpoints on a real disk: complete or absent, checked, and committed by one trainer only."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, cast
 
 import pytest
 import torch
 
 from opengyre.learn.codec import flatten
+from opengyre.policy.open import open_policy
 from opengyre.proto.run import Optimization
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
-from opengyre.trainer.learner import Learner, Total
+from opengyre.trainer.learner import Learner, Total, read_policy
 from opengyre.trainer.store import CheckpointError, CommittedElsewhereError, Record, Store, clean_weights, prune_weights
+from opengyre.weights.manifest import verify
+from support.models import LLAMA, save_stock
 
 pytestmark = pytest.mark.torch
 CONFIG = TinyConfig(vocab_size=16, hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1)
-FILES = {"model.safetensors": b"abc", "optimizer.pt": b"def"}
+FILES = {"state/one.distcp": b"abc", "config.json": b"def"}
+
+
+def writing(files: dict[str, bytes]) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        for name, content in files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_bytes(content)
+
+    return write
 
 
 def record(version: int) -> Record:
@@ -25,19 +39,19 @@ def record(version: int) -> Record:
 def test_the_last_commit_is_found_again(tmp_path: Path) -> None:
     store = Store(tmp_path / "r", keep=2)
     assert store.latest() is None
-    stored = [store.commit(record(version), FILES) for version in range(4)][-1]
+    stored = [store.commit(record(version), writing(FILES)) for version in range(4)][-1]
     assert store.latest() == stored
     store.check(stored)
     store.prune()
     assert store.versions() == [2, 3]
-    assert (store.directory(3) / "model.safetensors").read_bytes() == b"abc"
+    assert (store.directory(3) / "state" / "one.distcp").read_bytes() == b"abc"
 
 
 def test_a_version_is_committed_once(tmp_path: Path) -> None:
     one, other = Store(tmp_path, keep=3), Store(tmp_path, keep=3)
-    first = one.commit(record(1), FILES)
+    first = one.commit(record(1), writing(FILES))
     with pytest.raises(CommittedElsewhereError, match="version 1 of r"):
-        other.commit(record(1), {"model.safetensors": b"xyz"})
+        other.commit(record(1), writing({"config.json": b"xyz"}))
     assert other.latest() == first
     other.check(first)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001"], "the loser leaves nothing behind"
@@ -47,17 +61,17 @@ def test_a_version_whose_checkpoint_was_pruned_is_not_committed_again(tmp_path: 
     """A trainer that was frozen before its rename, while another one made many updates."""
     store = Store(tmp_path, keep=2)
     for version in range(5):
-        store.commit(record(version), FILES)
+        store.commit(record(version), writing(FILES))
     store.prune()
     with pytest.raises(CommittedElsewhereError, match="version 1 of r"):
-        Store(tmp_path, keep=2).commit(record(1), {"model.safetensors": b"xyz"})
+        Store(tmp_path, keep=2).commit(record(1), writing({"config.json": b"xyz"}))
     assert store.versions() == [3, 4]
     assert not (tmp_path / "v000001").exists()
 
 
 def test_what_an_interrupted_commit_left_is_not_a_checkpoint(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=3)
-    stored = store.commit(record(1), FILES)
+    stored = store.commit(record(1), writing(FILES))
     half = tmp_path / ".tmp-abc"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"")
@@ -68,11 +82,11 @@ def test_what_an_interrupted_commit_left_is_not_a_checkpoint(tmp_path: Path) -> 
     assert not half.exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "record.json"])
+@pytest.mark.parametrize("name", ["state/one.distcp", "record.json"])
 def test_a_damaged_checkpoint_is_named_and_not_passed_over(tmp_path: Path, name: str) -> None:
     store = Store(tmp_path, keep=3)
-    store.commit(record(1), FILES)
-    stored = store.commit(record(2), FILES)
+    store.commit(record(1), writing(FILES))
+    stored = store.commit(record(2), writing(FILES))
     (store.directory(2) / name).write_bytes(b"{")
     with pytest.raises(CheckpointError, match=f"v000002/{name}"):
         store.check(store.latest() or stored)
@@ -106,11 +120,17 @@ def gradient(seed: int, value: float | None = None) -> bytes:
     })  # fmt: skip
 
 
-def step(one: Learner, *gradients: bytes, scale: float = 1.0):
+def same(one: Learner, other: Learner) -> bool:
+    mine, theirs = one.state(), other.state()
+    assert mine.keys() == theirs.keys()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+def step(one: Learner, *gradients: bytes, scale: float = 1.0, update: int = 1, updates: int | None = None):
     total = Total()
     for number, content in enumerate(gradients):
         one.add(total, f"c{number}", content)
-    return one.step(total, scale), total
+    return one.step(total, scale, update=update, updates=updates), total
 
 
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -118,11 +138,11 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) ->
     one = learner(tmp_path / "m")
     store = Store(tmp_path / "r", keep=3)
     step(one, gradient(1))
-    stored = store.commit(record(1), one.state())
+    stored = store.commit(record(1), one.save)
     other = learner(store.directory(stored.version), resume=True)
     for each in (one, other):
         step(each, gradient(2), gradient(3))
-    assert other.state() == one.state()
+    assert same(other, one)
     assert one.write_weights(tmp_path / "w", "r", 2) == other.write_weights(tmp_path / "w", "r", 2)
 
 
@@ -134,16 +154,108 @@ def test_parts_add_up_to_the_whole(tmp_path: Path) -> None:
         step(whole, gradient(3, 1.5), scale=0.5),
     )
     assert stepped == again
-    assert apart.state() == whole.state()
+    assert same(apart, whole)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(tmp_path: Path) -> None:
     save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "m")
     one = learner(tmp_path / "m")
-    before = one.state()["model.safetensors"]
+    before = {name: tensor.clone() for name, tensor in one.state().items()}
     stepped, total = step(one, gradient(1), gradient(2, float("nan")))
     assert stepped.skipped is not None
     assert stepped.skipped.startswith("non_finite_gradient: model.")
     assert total.broken == ["c1"]
-    assert one.state()["model.safetensors"] == before
-    assert one.optimizer.state == {}
+    assert one.state().keys() == before.keys(), "no state of the optimizer"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.state().items() if name != "rng")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_every_optimizer_resumes(tmp_path: Path, kind: Literal["adamw", "adafactor"]) -> None:
+    save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "m")
+    settings = Optimization(learning_rate=0.01, optimizer=kind, schedule="linear", warmup_updates=1)
+    one = Learner(tmp_path / "m", settings, resume=False)
+    store = Store(tmp_path / "r", keep=3)
+    first = step(one, gradient(1), update=1, updates=4)[0]
+    store.commit(record(1), one.save)
+    other = Learner(store.directory(1), settings, resume=True)
+    seconds = [step(each, gradient(2), update=2, updates=4)[0] for each in (one, other)]
+    assert same(one, other)
+    assert first.learning_rate == 0.01
+    assert [second.learning_rate for second in seconds] == [0.01] * 2
+    wrong = Optimization(optimizer="adafactor" if kind == "adamw" else "adamw")
+    with pytest.raises(CheckpointError, match=rf"the optimizer's tensor .* is not one that {wrong.optimizer} has"):
+        Learner(store.directory(1), wrong, resume=True)
+
+
+def test_a_checkpoint_of_the_former_layout_is_resumed(tmp_path: Path) -> None:
+    """Version 0.1 wrote a model directory with the optimizer beside it."""
+    save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "m")
+    one = learner(tmp_path / "m")
+    step(one, gradient(1))
+    former = tmp_path / "v000001"
+    save_pretrained(cast("TinyModel", one.model), former)
+    torch.save({"optimizer": one.optimizer.state_dict(), "rng": torch.get_rng_state()}, former / "optimizer.pt")
+    assert all(
+        torch.equal(tensor, one.policy.tensors()[name]) for name, tensor in read_policy(former).tensors().items()
+    )
+    other = learner(former, resume=True)
+    for each in (one, other):
+        step(each, gradient(2))
+    assert same(other, one)
+    (former / "optimizer.pt").write_bytes(b"none")
+    with pytest.raises(CheckpointError, match=r"v000001/optimizer\.pt cannot be used"):
+        learner(former, resume=True)
+
+
+def test_a_checkpoint_without_its_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "m")
+    store = Store(tmp_path / "r", keep=3)
+    stored = store.commit(record(1), learner(tmp_path / "m").save)
+    assert "state/.metadata" in stored.checksums
+    (store.directory(1) / "state" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"v000001/state/\.metadata cannot be read"):
+        store.check(stored)
+    with pytest.raises(CheckpointError, match="v000001/state cannot be used"):
+        learner(store.directory(1), resume=True)
+
+
+def test_the_order_and_division_of_contributions_change_rounding_only(tmp_path: Path) -> None:
+    """In float64 a sum of float32 parts is the same in any order, or differs in its last bit."""
+    save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "m")
+    parts = [gradient(seed) for seed in range(7)]
+    one, other = learner(tmp_path / "m"), learner(tmp_path / "m")
+    step(one, *parts)
+    step(other, *reversed(parts))
+    for name, tensor in one.policy.tensors().items():
+        torch.testing.assert_close(tensor, other.policy.tensors()[name], rtol=1e-7, atol=0)
+
+
+def test_a_canary_changes_nothing_and_still_counts(tmp_path: Path) -> None:
+    save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "m")
+    for kind in ("adamw", "adafactor"):
+        settings = Optimization(learning_rate=0.01, weight_decay=0.1, optimizer=kind, canary=True)
+        one = Learner(tmp_path / "m", settings, resume=False)
+        before = {name: tensor.clone() for name, tensor in one.policy.tensors().items()}
+        stepped, _ = step(one, gradient(1))
+        assert (stepped.skipped, stepped.learning_rate) == (None, 0.0)
+        assert stepped.gradient_norm > 0
+        assert all(torch.equal(tensor, before[name]) for name, tensor in one.policy.tensors().items())
+
+
+def test_a_stock_model_is_trained_and_its_version_is_a_model_directory(tmp_path: Path) -> None:
+    save_stock(tmp_path / "m", LLAMA, shard_bytes=4096)
+    one = learner(tmp_path / "m")
+    assert (one.vocabulary, one.context) == (40, 128)
+    parameters = one.policy.parameters()
+    grad = flatten({name: torch.full(p.shape, 0.5) for name, p in parameters.items()})
+    step(one, grad)
+    store = Store(tmp_path / "r", keep=3)
+    store.commit(record(1), one.save)
+    other = learner(store.directory(1), resume=True)
+    step(one, grad)
+    step(other, grad)
+    assert same(one, other)
+    manifest = one.write_weights(tmp_path / "w" / "v000002", "r", 2)
+    verify(manifest)
+    written = open_policy(tmp_path / "w" / "v000002").tensors()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in one.policy.tensors().items())

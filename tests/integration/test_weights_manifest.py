@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from opengyre.weights.manifest import (
     ChecksumError,
     MissingFileError,
     VersionExistsError,
+    damaged,
     read,
     verify,
 )
@@ -90,6 +92,43 @@ def test_a_file_that_differs_is_named(tmp_path: Path) -> None:
         verify(manifest)
     path.unlink()
     with pytest.raises(MissingFileError, match=r"version 3: .*model\.safetensors does not exist"):
+        verify(manifest)
+
+
+def test_what_is_damaged_is_put_right_by_writing_again(tmp_path: Path) -> None:
+    manifest = _write(tmp_path, extra={CONFIG_FILE: b"{}"})
+    directory = Path(manifest.directory)
+    assert damaged(directory) == []
+    whole = (directory / CONFIG_FILE).stat().st_ino
+    (directory / "model.safetensors").write_bytes(b"none")
+    assert damaged(directory) == ["model.safetensors"]
+    assert _write(tmp_path, extra={CONFIG_FILE: b"{}"}) == manifest
+    verify(manifest)
+    assert (directory / CONFIG_FILE).stat().st_ino == whole, "what is whole is left alone"
+    (directory / MANIFEST_FILE).write_bytes(b"{")
+    (directory / CONFIG_FILE).unlink()
+    assert damaged(directory) == [MANIFEST_FILE]
+    assert _write(tmp_path, extra={CONFIG_FILE: b"{}"}) == manifest
+    assert damaged(directory) == []
+    assert read(directory) == manifest
+    (directory / CONFIG_FILE).unlink()
+    with pytest.raises(VersionExistsError, match="v000003"):
+        _write(tmp_path, seed=2, extra={CONFIG_FILE: b"{}"})
+    assert damaged(directory) == [CONFIG_FILE], "another version's files are not mixed in"
+
+
+def test_a_manifest_that_lacks_a_shard_is_refused_by_its_name(tmp_path: Path) -> None:
+    manifest = _write(tmp_path, shard_bytes=150)
+    shards = [file for file in manifest.files if file.name.startswith("model-")]
+    assert len(shards) > 1
+    lacking = msgspec.structs.replace(manifest, files=tuple(file for file in manifest.files if file != shards[1]))
+    with pytest.raises(MissingFileError, match=f"version 3: the manifest lacks the shard {shards[1].name}"):
+        verify(lacking)
+    without = msgspec.structs.replace(manifest, files=tuple(f for f in manifest.files if f not in shards))
+    with pytest.raises(MissingFileError, match="version 3: the manifest lists no safetensors file"):
+        verify(without)
+    (Path(manifest.directory) / shards[0].name).unlink()
+    with pytest.raises(MissingFileError, match=shards[0].name):
         verify(manifest)
 
 

@@ -1,27 +1,42 @@
-"""Model and optimizer: the sum of contributions, the guarded step, and both as bytes. Torch work, off the loop.
+"""Model and optimizer: the sum of contributions, the guarded step, and both as a checkpoint. Torch work, off the loop.
 
-A gradient is a sum, so contributions add up in a fixed order to the update's gradient; it is scaled to the executions
-that were really in it.
+A gradient is a sum, so contributions add up in a fixed order, in float64, to the update's gradient: what is the same
+parts in another division or order is the same sum to the rounding of the parts themselves. It is scaled to the
+executions that were really in it.
 """
 
-import io
 import math
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from opengyre.learn.codec import unflatten
 from opengyre.learn.update import NonFiniteGradientError, apply_update
+from opengyre.policy.open import Policy, build, open_policy
 from opengyre.proto.run import Optimization
 from opengyre.proto.weights import Manifest
-from opengyre.tiny.checkpoint import WEIGHTS_FILE, load_pretrained
+from opengyre.tiny.config import ModelDirectoryError
+from opengyre.trainer import checkpoint
+from opengyre.trainer.optimizer import (
+    OptimizerStateError,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    state_of,
+    take_state,
+)
+from opengyre.trainer.store import CheckpointError
 from opengyre.weights.write import write_version
 
-OPTIMIZER: Final = "optimizer.pt"
+STATE: Final = "state"
+"""The folder of tensors in a checkpoint: `model/<parameter>`, `optimizer/<parameter>/<name>`, `rng`."""
+FORMER: Final = "optimizer.pt"
+"""In the former layout, beside `model.safetensors`."""
 INDEX: Final = "model.safetensors.index.json"
 EXTRA: Final = (".json", ".jinja", ".txt", ".model")
 """Endings of the files of a model directory that go with every version: config, tokenizer."""
@@ -42,35 +57,39 @@ class Stepped:
 
     gradient_norm: float
     skipped: str | None = None
+    learning_rate: float | None = None
 
 
 class Learner:
     """The policy that is trained. Not thread-safe: one call at a time."""
 
     def __init__(self, directory: Path, optimization: Optimization, *, resume: bool) -> None:
-        """Load the model of `directory`, and with `resume` its optimizer too. Raises `ModelDirectoryError`."""
-        self.model = load_pretrained(directory)
+        """Load the model of `directory`, or with `resume` the checkpoint there, of this layout or the former one.
+
+        Raises `ModelDirectoryError` or `CheckpointError`.
+        """
+        former = directory / FORMER
+        self.policy = build(directory) if resume and not former.exists() else open_policy(directory)
+        self.model = self.policy.model
         self.extra = extra_files(directory)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimization.learning_rate, weight_decay=optimization.weight_decay
-        )
-        self._clip_norm = optimization.gradient_clip_norm
-        if resume:
-            state = torch.load(directory / OPTIMIZER, weights_only=True)
-            self.optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["rng"])
+        self._optimization = optimization
+        self.optimizer = make_optimizer(self.policy.parameters(), optimization)
+        if resume and former.exists():
+            self._resume_former(former)
+        elif resume:
+            self._resume(directory / STATE)
 
     @property
     def vocabulary(self) -> int:
-        return self.model.config.vocab_size
+        return self.policy.vocabulary
 
     @property
     def context(self) -> int:
-        return self.model.config.max_position_embeddings
+        return self.policy.context
 
     def parse(self, gradient: bytes) -> dict[str, Tensor]:
         """A handed-over gradient; raises `GradientFormatError` unless it is one of this model's."""
-        return unflatten(gradient, dict(self.model.named_parameters()))
+        return unflatten(gradient, self.policy.parameters())
 
     def add(self, total: Total, name: str, gradient: bytes) -> None:
         """Add contribution `name` to the sum."""
@@ -81,35 +100,84 @@ class Learner:
             if key in total.gradients:
                 total.gradients[key] += tensor
             else:
-                total.gradients[key] = tensor.clone()
+                total.gradients[key] = tensor.double()
 
-    def step(self, total: Total, scale: float) -> Stepped:
-        """Step by the sum times `scale`, unless it is not finite, or there is none: then nothing changes."""
+    def step(self, total: Total, scale: float, *, update: int = 1, updates: int | None = None) -> Stepped:
+        """Step by the sum times `scale`, unless it is not finite, or there is none: then nothing changes.
+
+        `update`: its number, of `updates` in the run; the learning rate depends on them.
+        """
+        rate = learning_rate(self._optimization, update, updates)
         if not total.gradients:
-            return Stepped(0.0, "no execution of it has a score")
+            return Stepped(0.0, "no execution of it has a score", rate)
         scaled = {name: tensor * scale for name, tensor in total.gradients.items()}
+        set_learning_rate(self.optimizer, rate)
         try:
-            return Stepped(apply_update(self.model, self.optimizer, scaled, self._clip_norm).gradient_norm)
+            norm = apply_update(self.model, self.optimizer, scaled, self._optimization.gradient_clip_norm).gradient_norm
         except NonFiniteGradientError as error:
-            return Stepped(0.0, f"non_finite_gradient: {error.tensor}")
+            return Stepped(0.0, f"non_finite_gradient: {error.tensor}", rate)
+        return Stepped(norm, None, rate)
 
-    def state(self) -> dict[str, bytes]:
-        """Name -> content of the files of a checkpoint."""
-        buffer = io.BytesIO()
-        torch.save({"optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}, buffer)
-        weights = save(self._tensors(), metadata={"format": "pt"})
-        return {WEIGHTS_FILE: weights, OPTIMIZER: buffer.getvalue(), **self.extra}
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint holds, by name."""
+        parameters = self.policy.parameters()
+        return {
+            **{f"model/{name}": parameter.detach() for name, parameter in parameters.items()},
+            **{f"optimizer/{name}": tensor for name, tensor in state_of(self.optimizer, parameters).items()},
+            "rng": torch.get_rng_state(),
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint into `directory`, neither atomic nor synced: see `Store.commit`."""
+        checkpoint.save(self.state(), directory / STATE)
+        for name, content in self.extra.items():
+            (directory / name).write_bytes(content)
+
+    def _resume(self, directory: Path) -> None:
+        try:
+            tensors = checkpoint.load(directory)
+            self.policy.fill(_below("model/", tensors), directory)
+            state = _below("optimizer/", tensors)
+            take_state(self.optimizer, self.policy.parameters(), state, self._optimization.optimizer)
+            torch.set_rng_state(tensors["rng"])
+        except (checkpoint.CheckpointFormatError, ModelDirectoryError, OptimizerStateError) as error:
+            raise CheckpointError(f"checkpoint {directory} cannot be used: {error}") from error
+        except KeyError as error:
+            raise CheckpointError(f"checkpoint {directory} cannot be used: it has no tensor {error}") from error
+
+    def _resume_former(self, path: Path) -> None:
+        try:
+            state = torch.load(path, weights_only=True)
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["rng"])
+        except (OSError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"checkpoint file {path} cannot be used: {error}") from error
 
     def write_weights(self, directory: Path, run: str, version: int) -> Manifest:
         """The version that hosts load; equal to what is there if it was written before."""
-        parent = version - 1 if version else None
-        tensors = self._tensors()
-        return write_version(
-            tensors, directory, run=run, version=version, parent=parent, step=version, extra=self.extra
-        )
+        return write_policy(self.policy, self.extra, directory, run, version)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().float().contiguous() for name, parameter in self.model.named_parameters()}
+
+def write_policy(policy: Policy, extra: Mapping[str, bytes], directory: Path, run: str, version: int) -> Manifest:
+    """Write the version, or what of it is damaged. Equal policies make equal files."""
+    parent = version - 1 if version else None
+    return write_version(
+        policy.tensors(), directory, run=run, version=version, parent=parent, step=version, extra=extra
+    )
+
+
+def read_policy(directory: Path) -> Policy:
+    """The policy of the checkpoint in `directory`, without its optimizer. Raises `ModelDirectoryError` or
+    `CheckpointFormatError`."""
+    if (directory / FORMER).exists():
+        return open_policy(directory)
+    policy = build(directory)
+    policy.fill(_below("model/", checkpoint.load(directory / STATE)), directory)
+    return policy
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def extra_files(directory: Path) -> dict[str, bytes]:

@@ -33,6 +33,7 @@ from opengyre.trainer.filling import arrivals, burst_left, open_for, stale
 from opengyre.trainer.frontier import Frontier
 from opengyre.trainer.intake import Intake
 from opengyre.trainer.learner import Total
+from opengyre.trainer.mending import mend_refused
 from opengyre.trainer.state import State, open_state
 from opengyre.trainer.stock import Stock
 from opengyre.trainer.store import Record
@@ -79,18 +80,21 @@ class RunTrainer:
         try:
             self._state = await self._off_loop(open_state, self._context, self.spec)
             self._frontier = Frontier(self.record.frontier, self.record.partial)
-            await announce(self._context.bus, self.record, self._state.manifest, again=True)
+            bus = self._context.bus
+            await announce(bus, self.record, self._state.manifest, again=True)
             await self._forget(self.record.blobs)
             await self._forget_gradients()
             self._context.missing = None
             self._show()
             async with asyncio.TaskGroup() as tasks:
                 posting = tasks.create_task(self._post())
+                mending = tasks.create_task(mend_refused(bus, self.spec.run, self.record.published, self._mend))
                 async with Stock() as stock:
                     while not (self.leave.is_set() or self.record.finished):
                         await self._one_update(stock)
                 await self._outbox.join()
                 posting.cancel()
+                mending.cancel()
             if self.record.finished:
                 await self._mark_finished()
         finally:
@@ -269,7 +273,8 @@ class RunTrainer:
         spec = self.spec
 
         def decide() -> None:
-            stepped = learner.step(total, scale(spec, parts_of(update, stock.held)))
+            factor = scale(spec, parts_of(update, stock.held))
+            stepped = learner.step(total, factor, update=update.number, updates=spec.updates)
             record = next_record(
                 self.record, spec, update, stock.held, stepped, total.broken,
                 dropped=self._dropped, blobs=blobs, opened_s=elapsed,
@@ -285,6 +290,9 @@ class RunTrainer:
             log.error("update %d did not step: %s", update.number, committed.skipped)
         self._context.gauges.update(figures.commit(committed))
         log.info("committed version %d: score %.3f", committed.version, committed.score)
+
+    async def _mend(self, version: int) -> list[str]:
+        return await self._off_loop(self._state.mend, version)
 
     async def _forget(self, blobs: Iterable[str]) -> None:
         for blob in blobs:

@@ -11,8 +11,9 @@ from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest
 from opengyre.shared.lifecycle import Context
 from opengyre.tiny.config import ModelDirectoryError
-from opengyre.trainer.learner import Learner
+from opengyre.trainer.learner import Learner, read_policy, write_policy
 from opengyre.trainer.store import Record, Store, clean_weights, prune_weights
+from opengyre.weights.manifest import damaged
 from opengyre.weights.write import version_directory
 
 
@@ -27,15 +28,33 @@ class State:
 
     def commit(self, record: Record) -> None:
         """Make the learner's present state the version of `record`."""
-        self.record = self.store.commit(record, self.learner.state())
+        self.record = self.store.commit(record, self.learner.save)
         self.manifest = _write(self.learner, self.weights, self.record)
 
     def prune(self) -> None:
-        """Keep the newest checkpoints, and weights that a host may still be loading: published, or a base."""
+        """Keep the newest checkpoints, and weights that a host may still be loading: published, or a base.
+
+        Of what is published the checkpoint is kept too: weights are written again from it where they are damaged.
+        """
         newest = range(self.record.version - self.keep + 1, self.record.version + 1)
         published = {self.record.published, *self._published_before()}
-        self.store.prune()
+        self.store.prune({self.record.published})
         prune_weights(self.weights, {*newest, *published})
+
+    def mend(self, version: int) -> list[str]:
+        """Write again what is damaged of the weights of `version`, if they are in use; the names of these files.
+
+        Raises `WeightsError` if the directory holds another version.
+        """
+        if version not in (self.record.version, self.record.published):
+            return []
+        directory = version_directory(self.weights, version)
+        bad = damaged(directory)
+        if bad:
+            here = version == self.record.version
+            policy = self.learner.policy if here else read_policy(self.store.directory(version))
+            write_policy(policy, self.learner.extra, directory, self.record.run, version)
+        return bad
 
     def _published_before(self) -> set[int]:
         found = (int(path.name[1:]) for path in self.weights.glob("v[0-9]*"))
@@ -58,7 +77,7 @@ def open_state(context: Context, spec: RunSpec) -> State:
         if not model.is_dir():
             raise ModelDirectoryError(f"run {spec.run}: model {spec.model!r} is no directory on the trainer's machine")
         learner = Learner(model, spec.optimization, resume=False)
-        record = store.commit(Record(run=spec.run, version=0, published=0), learner.state())
+        record = store.commit(Record(run=spec.run, version=0, published=0), learner.save)
     else:
         store.check(record)
         learner = Learner(store.directory(record.version), spec.optimization, resume=True)

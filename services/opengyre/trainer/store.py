@@ -1,15 +1,16 @@
 """Checkpoints: the trainer's durable state, one directory a version.
 
-`v000012/` is a model directory (Hugging Face's layout) with `optimizer.pt`, `record.json` and the marker `STABLE`. It
-appears by one rename, complete and synced: that rename is the commit of update 12. A second trainer that would commit
-the same version finds the name taken. Needs no torch: tensors come as bytes.
+`v000012/` holds the folder `state` (tensors, see `checkpoint`), the files of the model directory that are no weights,
+`record.json` and the marker `STABLE`. It appears by one rename, complete and synced: that rename is the commit of
+update 12. A second trainer that would commit the same version finds the name taken. Needs no torch: who commits writes
+the files.
 """
 
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -82,21 +83,24 @@ class Store:
         for name, expected in record.checksums.items():
             path = self.directory(record.version) / name
             try:
-                found = hashlib.sha256(path.read_bytes()).hexdigest()
+                found = _digest(path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
             if found != expected:
                 raise CheckpointError(f"checkpoint file {path} is damaged: its content has another checksum")
 
-    def commit(self, record: Record, files: Mapping[str, bytes]) -> Record:
-        """Make the version durable; return the record as stored. Raises `CommittedElsewhereError`."""
+    def commit(self, record: Record, write: Callable[[Path], None]) -> Record:
+        """Make the version durable, with the files that `write` puts into the directory that it is given; return the
+        record as stored. Raises `CommittedElsewhereError`.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        record = msgspec.structs.replace(record, checksums=checksums)
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
         try:
-            for name, content in (*files.items(), (RECORD, msgspec.json.encode(record)), (STABLE, b"")):
-                _write(temporary / name, content)
+            write(temporary)
+            record = msgspec.structs.replace(record, checksums=_seal(temporary))
+            for name, content in ((RECORD, msgspec.json.encode(record)), (STABLE, b"")):
+                (temporary / name).write_bytes(content)
+                _sync(temporary / name)
             _sync(temporary)
             target = self.directory(record.version)
             try:
@@ -119,10 +123,12 @@ class Store:
         for leftover in self.root.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def prune(self) -> None:
-        """Keep the newest checkpoints only."""
+    def prune(self, needed: Iterable[int] = ()) -> None:
+        """Keep the newest checkpoints, and those that are `needed`."""
+        kept = set(needed)
         for version in self.versions()[: -self._keep]:
-            remove(self.directory(version))
+            if version not in kept:
+                remove(self.directory(version))
 
 
 def remove(directory: Path) -> None:
@@ -146,11 +152,19 @@ def clean_weights(root: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _seal(directory: Path) -> dict[str, str]:
+    """Sync every file below `directory`, and the folders; file -> SHA-256."""
+    found: dict[str, str] = {}
+    for path in sorted(directory.rglob("*")):
+        _sync(path)
+        if path.is_file():
+            found[path.relative_to(directory).as_posix()] = _digest(path)
+    return found
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

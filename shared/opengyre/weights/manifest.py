@@ -5,6 +5,7 @@ all, so a reader never sees half a version. Its files never change.
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ import msgspec
 from opengyre.proto.weights import Manifest, ShardFile
 
 MANIFEST_FILE: Final = "manifest.json"
+INDEX_FILE: Final = "model.safetensors.index.json"
 _CHUNK: Final = 1 << 20
 
 
@@ -60,7 +62,8 @@ def read(directory: Path) -> Manifest:
 
 
 def verify(manifest: Manifest) -> None:
-    """Check every file against the manifest; raises a `WeightsError` that names the first that differs."""
+    """Check every file against the manifest, and that it lists all shards; raises a `WeightsError` that names the first
+    that differs or lacks."""
     directory = Path(manifest.directory)
     for wanted in manifest.files:
         path = directory / wanted.name
@@ -77,3 +80,37 @@ def verify(manifest: Manifest) -> None:
                 f"the manifest says {wanted.sha256[:12]}...",
                 path,
             )
+    _check_shards(manifest, directory)
+
+
+def _check_shards(manifest: Manifest, directory: Path) -> None:
+    """A shard that is there and not listed would be loaded unchecked."""
+    listed = {file.name for file in manifest.files}
+    if not any(name.endswith(".safetensors") for name in listed):
+        raise MissingFileError(f"version {manifest.version}: the manifest lists no safetensors file", directory)
+    if INDEX_FILE not in listed:
+        return
+    path = directory / INDEX_FILE
+    try:
+        shards = set(json.loads(path.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ChecksumError(f"version {manifest.version}: {path} has no weight_map: {error}", path) from error
+    if missing := sorted(shards - listed):
+        raise MissingFileError(
+            f"version {manifest.version}: the manifest lacks the shard {missing[0]}, which {INDEX_FILE} names",
+            directory / missing[0],
+        )
+
+
+def damaged(directory: Path) -> list[str]:
+    """Names of the files in a version's directory that are not what its manifest says, the manifest first; all of it
+    hangs on the manifest, so one that cannot be read is the only name."""
+    try:
+        manifest = read(directory)
+    except WeightsError:
+        return [MANIFEST_FILE]
+    return [wanted.name for wanted in manifest.files if not _is(directory / wanted.name, wanted)]
+
+
+def _is(path: Path, wanted: ShardFile) -> bool:
+    return path.is_file() and describe(path) == wanted

@@ -1,8 +1,8 @@
 """Writing versions of weights.
 
 Atomic and durable: files are written and synced in a temporary directory beside the version's, which is then renamed
-and its parent synced. Repeating a write that was done returns the same manifest; a directory that holds anything else
-is refused. Deterministic: equal tensors make equal bytes.
+and its parent synced. Repeating a write that was done returns the same manifest, and puts right, file by file, what is
+damaged; a directory that holds anything else is refused. Deterministic: equal tensors make equal bytes.
 """
 
 import json
@@ -18,7 +18,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from opengyre.proto.weights import Manifest, ShardFile
-from opengyre.weights.manifest import MANIFEST_FILE, MissingFileError, VersionExistsError, describe, read
+from opengyre.weights.manifest import (
+    MANIFEST_FILE,
+    ChecksumError,
+    MissingFileError,
+    VersionExistsError,
+    damaged,
+    describe,
+    read,
+)
 
 SHARD_BYTES: Final = 4 << 30
 
@@ -84,7 +92,7 @@ def write_version(
     """Write `tensors` as safetensors, with `extra` files (name -> content: config, tokenizer), as `directory`.
 
     Returns the manifest, which lies in the directory too. Raises `VersionExistsError` if the directory holds anything
-    but this very version. A tensor larger than `shard_bytes` gets a shard of its own.
+    but this very version, damaged or not. A tensor larger than `shard_bytes` gets a shard of its own.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -102,21 +110,28 @@ def write_version(
         except OSError as error:
             if not directory.exists():
                 raise
-            return _same(directory, manifest, error)
+            return _same(directory, manifest, temporary, error)
         _sync_directory(directory.parent)
         return manifest
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _same(directory: Path, wanted: Manifest, error: OSError) -> Manifest:
-    """The manifest of a version that was written before, if it is the wanted one."""
+def _same(directory: Path, wanted: Manifest, fresh: Path, error: OSError) -> Manifest:
+    """The manifest of a version that was written before, if it is the wanted one. `fresh` holds the same anew."""
     try:
         found = read(directory)
     except MissingFileError:
         found = None
+    except ChecksumError:
+        # Nothing but a version of ours has a manifest there: this one is damaged.
+        found = wanted
+        (fresh / MANIFEST_FILE).replace(directory / MANIFEST_FILE)
     if found is None or found != wanted:
         raise VersionExistsError(
             f"{directory} exists and is not version {wanted.version} of {wanted.run} with these weights", directory
         ) from error
+    for name in damaged(directory):
+        (fresh / name).replace(directory / name)
+    _sync_directory(directory)
     return found
