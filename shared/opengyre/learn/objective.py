@@ -5,6 +5,7 @@ gradient by parameters is then `sum_e (dF/dlogp_e) * grad logp_e`, whatever the 
 """
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from opengyre.learn.events import Events, LossStats, live
 from opengyre.learn.losses import Terms, clipped, reinforce, sequence_clipped, truncated
 from opengyre.learn.ratio import log_ratio, ratio_of, reference_kl
 from opengyre.proto.run import Optimization
+
+TRUNCATE: Final = 2.0
+"""The cap of a `truncated` loss's importance weights where the settings name none."""
 
 Objective = Callable[[Tensor, Events], tuple[Tensor, LossStats]]
 """`logp` is `[events]`; the loss is a scalar that carries a graph if `logp` does. Raises `ValueError` where the events
@@ -43,15 +47,10 @@ def objective(settings: Optimization) -> Objective:
                 raise ValueError("the events have no reference log-probs; kl above 0 needs them")
             estimate = reference_kl(logp, events.reference, settings.kl_estimator)
             values = values + settings.kl * estimate
-        # `where`, and not a product: a masked event may be anything, and 0 times infinity is no number.
         loss = torch.where(kept, events.weight * values, 0.0).sum()
         return loss, _stats(logp, events, kept, found, estimate, loss)
 
     return evaluate
-
-
-TRUNCATE = 2.0
-"""The cap of a `truncated` loss's importance weights where the settings name none."""
 
 
 @torch.no_grad()
