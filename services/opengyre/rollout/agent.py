@@ -49,6 +49,7 @@ class _Completion(msgspec.Struct):
 class _ErrorBody(msgspec.Struct):
     message: str = ""
     code: str | None = None
+    param: str | None = None
 
 
 class _Refusal(msgspec.Struct):
@@ -61,11 +62,12 @@ _refusals = msgspec.json.Decoder(_Refusal)
 
 
 class CallRefusedError(Exception):
-    """The endpoint refuses the call, with OpenAI's error code."""
+    """The endpoint refuses the call, with OpenAI's error code; `param` is the budget that is spent."""
 
-    def __init__(self, message: str, code: str | None) -> None:
+    def __init__(self, message: str, code: str | None, param: str | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class ChatClient:
                         return _completions.decode(content).choices[0].message.content or ""
                     if response.status < 500:
                         error = _refusals.decode(content).error
-                        raise CallRefusedError(error.message, error.code)
+                        raise CallRefusedError(error.message, error.code, error.param)
                     log.info("the endpoint answered %d: %s", response.status, content[:200])
             except (aiohttp.ClientError, TimeoutError) as error:
                 log.info("the endpoint did not answer: %r", error)
@@ -105,14 +107,14 @@ class ChatClient:
 Run = Callable[[int, str], Awaitable[str]]
 """Run a turn's command in the sandbox; what the agent sees of it."""
 
-_ENDS = {"context_length_exceeded": "overflow", "insufficient_quota": "turn_budget"}
-
 
 def refused(error: CallRefusedError) -> AgentEnded:
     """The end of an agent whose call is refused."""
-    reason = _ENDS.get(error.code or "", "agent_error")
-    assert reason in ("overflow", "turn_budget", "agent_error")
-    return AgentEnded(reason, str(error))
+    if error.code == "context_length_exceeded":
+        return AgentEnded("overflow", str(error))
+    if error.code == "insufficient_quota":
+        return AgentEnded("token_budget" if error.param == "token_budget" else "turn_budget", str(error))
+    return AgentEnded("agent_error", str(error))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import msgspec
 
 from opengyre.proto.traj import Call
 from opengyre.rollout.ask import ApiError, Ask, ContextExceededError, check, digest_of, stops_of
-from opengyre.rollout.openai import Tokens, pieces, read, tool_of
+from opengyre.rollout.openai import Head, Heard, pieces, read, tool_of
 
 
 class _Message(msgspec.Struct):
@@ -60,7 +60,9 @@ def parse(body: bytes, salt: str = "", *, counting: bool = False) -> Ask:
         digest=digest_of("messages", body, salt),
         messages=messages,
         tools=tools,
-        calls=_taken(tools, request.tool_choice),
+        calls=(request.tool_choice or {}).get("type") != "none",
+        choice=_choice(tools, request.tool_choice),
+        parallel=(request.tool_choice or {}).get("disable_parallel_tool_use") is not True,
         stops=stops_of(request.stop_sequences, "stop_sequences"),
         max_tokens=request.max_tokens,
         stream=bool(request.stream),
@@ -120,12 +122,17 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
-def _taken(tools: tuple[dict[str, Any], ...], choice: Mapping[str, Any] | None) -> bool:
-    kind = (choice or {"type": "auto"}).get("type")
-    named = kind == "tool" and any(tool["name"] == (choice or {}).get("name") for tool in tools)
-    known = kind in ("auto", "any", "none") or named
-    check("tool_choice", known, 'must be of the type "auto", "any", "none", or "tool" with the name of one')
-    return kind != "none"
+def _choice(tools: tuple[dict[str, Any], ...], choice: Mapping[str, Any] | None) -> str | None:
+    """The tool that is forced: its name, empty for any of them, None for none."""
+    kind, name = (choice or {"type": "auto"}).get("type"), (choice or {}).get("name")
+    if kind in ("auto", "none"):
+        return None
+    if kind == "any":
+        check("tool_choice", bool(tools), 'must not be of the type "any" where there are no tools')
+        return ""
+    named = kind == "tool" and any(tool["name"] == name for tool in tools)
+    check("tool_choice", named, 'must be of the type "auto", "any", "none", or "tool" with the name of one')
+    return name
 
 
 def _name(call: Call) -> str:
@@ -162,7 +169,7 @@ def _usage(call: Call) -> dict[str, int]:
     }
 
 
-def completion(calls: Sequence[Call], model: str, _tokens: Tokens) -> bytes:
+def completion(calls: Sequence[Call], model: str, _heard: Sequence[Heard] | None) -> bytes:
     """The answer to a request that is not streamed."""
     [call] = calls
     content: list[dict[str, Any]] = []
@@ -191,28 +198,60 @@ def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + _encoder.encode({"type": kind, **fields}) + b"\n\n"
 
 
-def stream(calls: Sequence[Call], model: str, _tokens: Tokens, *, usage: bool) -> Iterator[bytes]:  # noqa: ARG001 - one signature for all dialects
-    """Named events of a call that is complete."""
-    [call] = calls
-    begin = {**_head(call, model), "content": [], "stop_reason": None, "stop_sequence": None}
-    yield _event("message_start", message={**begin, "usage": {**_usage(call), "output_tokens": 0}})
-    index = 0
-    if _text(call) or not call.tool_calls:
-        yield _event("content_block_start", index=index, content_block={"type": "text", "text": ""})
-        for piece in pieces(_text(call)):
-            yield _event("content_block_delta", index=index, delta={"type": "text_delta", "text": piece})
-        yield _event("content_block_stop", index=index)
-        index += 1
-    for tool in call.tool_calls:
-        block = {"type": "tool_use", "id": tool.id, "name": tool.name, "input": {}}
-        yield _event("content_block_start", index=index, content_block=block)
-        for piece in pieces(tool.arguments):
-            yield _event("content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": piece})
-        yield _event("content_block_stop", index=index)
-        index += 1
-    end = {"stop_reason": _stop_reason(call), "stop_sequence": call.stop}
-    yield _event("message_delta", delta=end, usage=_usage(call))
-    yield _event("message_stop")
+class MessageStream:
+    """Named events of a message: a block of text, where there is any, and one for each tool call."""
+
+    def __init__(self, head: Head, usage: bool) -> None:  # noqa: ARG002 - one signature for all APIs
+        self._head = head
+        self._open = False
+
+    def begin(self, index: int) -> bytes:  # noqa: ARG002 - there is one answer only
+        usage = {
+            "input_tokens": self._head.prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = {
+            "id": f"msg_{self._head.name}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        return _event("message_start", message=message)
+
+    def say(self, index: int, text: str, heard: Heard | None) -> bytes:  # noqa: ARG002 - this API has no log-probs
+        delta = _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+        if self._open:
+            return delta if text else b""
+        self._open = True
+        begin = _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        return begin + delta if text else begin
+
+    def end(self, index: int, call: Call, heard: Heard | None) -> Iterator[bytes]:  # noqa: ARG002 - as above
+        if not self._open and not call.tool_calls:
+            yield self.say(0, "", None)
+        at = 0
+        if self._open:
+            yield _event("content_block_stop", index=at)
+            at += 1
+        for tool in call.tool_calls:
+            block = {"type": "tool_use", "id": tool.id, "name": tool.name, "input": {}}
+            yield _event("content_block_start", index=at, content_block=block)
+            for piece in pieces(tool.arguments):
+                delta = {"type": "input_json_delta", "partial_json": piece}
+                yield _event("content_block_delta", index=at, delta=delta)
+            yield _event("content_block_stop", index=at)
+            at += 1
+        end = {"stop_reason": _stop_reason(call), "stop_sequence": call.stop}
+        yield _event("message_delta", delta=end, usage=_usage(call))
+
+    def close(self, calls: Sequence[Call]) -> Iterator[bytes]:  # noqa: ARG002 - one signature for all APIs
+        yield _event("message_stop")
 
 
 def status_of(error: ApiError) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from opengyre.proto.traj import EndReason
+
 Api = Literal["chat", "completions", "messages"]
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -53,10 +55,15 @@ class ContextExceededError(ApiError):
         self.limit = limit
 
 
-def budget_spent(what: str) -> ApiError:
-    """The episode may make no further calls."""
+def budget_spent(budget: EndReason) -> ApiError:
+    """The episode may make no further calls; `budget` is also the error's `param`."""
+    what = budget.replace("_", " ")
     return ApiError(
-        429, f"The {what} of this execution is spent.", code="insufficient_quota", kind="insufficient_quota"
+        429,
+        f"The {what} of this execution is spent.",
+        code="insufficient_quota",
+        kind="insufficient_quota",
+        param=budget,
     )
 
 
@@ -85,6 +92,10 @@ class Ask:
     """`{"name", "description", "parameters"}`."""
     calls: bool = True
     """Whether the text of tool calls becomes tool calls."""
+    choice: str | None = None
+    """The tool that has to be called; empty: any of them. None: the policy may."""
+    parallel: bool = True
+    """Whether an answer may have several tool calls."""
     n: int = 1
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None

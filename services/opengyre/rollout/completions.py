@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 
 from opengyre.proto.traj import Call
 from opengyre.rollout.ask import MAX_CHOICES, ApiError, Ask, check, digest_of, stops_of
-from opengyre.rollout.openai import StreamOptions, Tokens, pieces, read, sse, usage_of
+from opengyre.rollout.openai import Head, Heard, StreamOptions, read, sse, usage_of
 
 
 class _Body(msgspec.Struct):
@@ -65,49 +66,60 @@ def _prompt(prompt: Any) -> tuple[str | None, tuple[int, ...] | None]:
     raise ApiError(400, "prompt must be one text or one list of token ids, not empty.", param="prompt")
 
 
-def _logprobs(call: Call, tokens: Sequence[str]) -> dict[str, Any]:
-    offsets = itertools.accumulate((len(text) for text in tokens), initial=0)
+def _logprobs(heard: Heard, offset: int = 0) -> dict[str, Any]:
+    offsets = itertools.accumulate((len(text) for text, _ in heard), initial=offset)
     return {
-        "tokens": list(tokens),
-        "token_logprobs": list(call.logprobs),
+        "tokens": [text for text, _ in heard],
+        "token_logprobs": [logprob for _, logprob in heard],
         "top_logprobs": None,
-        "text_offset": list(offsets)[: len(tokens)],
+        "text_offset": list(offsets)[: len(heard)],
     }
 
 
-def _choice(index: int, call: Call, text: str, finish: str | None, logprobs: Any) -> dict[str, Any]:
-    assert call.api == "completions"
+def _choice(index: int, text: str, finish: str | None, logprobs: Any) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _head(calls: Sequence[Call], model: str) -> dict[str, Any]:
-    name = f"cmpl-{calls[0].execution}-{calls[0].call}"
-    return {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+def _head(name: str, model: str) -> dict[str, Any]:
+    return {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": model}
 
 
-def completion(calls: Sequence[Call], model: str, tokens: Tokens) -> bytes:
+def completion(calls: Sequence[Call], model: str, heard: Sequence[Heard] | None) -> bytes:
     """The answer to a request that is not streamed."""
     choices = [
-        _choice(
-            index,
-            call,
-            call.text,
-            call.finish_reason,
-            _logprobs(call, tokens[index]) if tokens is not None else None,
-        )
+        _choice(index, call.text, call.finish_reason, _logprobs(heard[index]) if heard is not None else None)
         for index, call in enumerate(calls)
     ]
-    return _encoder.encode({**_head(calls, model), "choices": choices, "usage": usage_of(calls)})
+    head = _head(f"{calls[0].execution}-{calls[0].call}", model)
+    return _encoder.encode({**head, "choices": choices, "usage": usage_of(calls)})
 
 
-def stream(calls: Sequence[Call], model: str, tokens: Tokens, *, usage: bool) -> Iterator[bytes]:
-    """Server-sent events of calls that are complete."""
-    head = _head(calls, model)
-    for index, call in enumerate(calls):
-        for piece in pieces(call.text):
-            yield sse({**head, "choices": [_choice(index, call, piece, None, None)]})
-        logprobs = _logprobs(call, tokens[index]) if tokens is not None else None
-        yield sse({**head, "choices": [_choice(index, call, "", call.finish_reason, logprobs)]})
-    if usage:
-        yield sse({**head, "choices": [], "usage": usage_of(calls)})
-    yield b"data: [DONE]\n\n"
+class TextStream:
+    """Server-sent events of text completions."""
+
+    def __init__(self, head: Head, usage: bool) -> None:
+        self._head = _head(head.name, head.model)
+        self._usage = usage
+        self._offsets: Counter[int] = Counter()
+
+    def _event(self, index: int, text: str, finish: str | None, heard: Heard | None) -> bytes:
+        logprobs = None
+        if heard is not None:
+            logprobs = _logprobs(heard, self._offsets[index])
+            self._offsets[index] += sum(len(token) for token, _ in heard)
+        more = {"usage": None} if self._usage else {}
+        return sse({**self._head, "choices": [_choice(index, text, finish, logprobs)], **more})
+
+    def begin(self, index: int) -> bytes:  # noqa: ARG002 - one signature for all APIs
+        return b""
+
+    def say(self, index: int, text: str, heard: Heard | None) -> bytes:
+        return self._event(index, text, None, heard)
+
+    def end(self, index: int, call: Call, heard: Heard | None) -> Iterator[bytes]:
+        yield self._event(index, "", call.finish_reason, heard)
+
+    def close(self, calls: Sequence[Call]) -> Iterator[bytes]:
+        if self._usage:
+            yield sse({**self._head, "choices": [], "usage": usage_of(calls)})
+        yield b"data: [DONE]\n\n"

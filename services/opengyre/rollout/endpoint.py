@@ -3,16 +3,15 @@
 An execution's key is an HMAC of its id under a secret of the installation, so that every replica knows it and nothing
 has to be handed over.
 
-Awaits: a request is woken by its recorded calls; a stream meanwhile says every `KEEP_ALIVE_S` that it waits.
+Awaits: a request is woken by its recorded calls; one that streams by its first news (`streams`).
 """
 
-import asyncio
 import functools
 import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +23,10 @@ from opengyre.proto.traj import Call
 from opengyre.rollout import anthropic, completions, openai
 from opengyre.rollout.ask import ApiError, Ask
 from opengyre.rollout.recorder import Recorder
+from opengyre.rollout.streams import events, first_news, head_of, token_texts
 
 MAX_BODY = 8 << 20
 GONE = 499
-KEEP_ALIVE_S = 10.0
-"""A stream whose call takes longer begins with comments, so that clients do not give up."""
 
 
 def load_secret(folder: Path) -> bytes:
@@ -56,8 +54,8 @@ class Dialect:
     """How an API writes what all of them have."""
 
     parse: Callable[[bytes, str], Ask]
-    completion: Callable[[Sequence[Call], str, openai.Tokens], bytes]
-    stream: Callable[..., Iterator[bytes]]
+    completion: Callable[[Sequence[Call], str, Sequence[openai.Heard] | None], bytes]
+    stream: Callable[[openai.Head, bool], openai.Stream]
     error_body: Callable[[ApiError], bytes]
     stream_error: Callable[[ApiError], Iterator[bytes]]
     status: Callable[[ApiError], int]
@@ -70,14 +68,14 @@ def _status(error: ApiError) -> int:
 
 _COMMENT = b": waiting\n\n"
 CHAT = Dialect(
-    openai.parse, openai.completion, openai.stream, openai.error_body, openai.stream_error, _status, _COMMENT
+    openai.parse, openai.completion, openai.ChatStream, openai.error_body, openai.stream_error, _status, _COMMENT
 )
 COMPLETIONS = Dialect(
-    completions.parse, completions.completion, completions.stream,
+    completions.parse, completions.completion, completions.TextStream,
     openai.error_body, openai.stream_error, _status, _COMMENT,
 )  # fmt: skip
 MESSAGES = Dialect(
-    anthropic.parse, anthropic.completion, anthropic.stream,
+    anthropic.parse, anthropic.completion, anthropic.MessageStream,
     anthropic.error_body, anthropic.stream_error, anthropic.status_of, anthropic.waiting(),
 )  # fmt: skip
 
@@ -161,21 +159,17 @@ async def _count(recorder: Recorder, request: Request) -> Response:
 
 async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Response:
     ask = dialect.parse(await _body(request), request.headers.get("idempotency-key", ""))
-    answering = asyncio.create_task(recorder.answer(ask))
-    answering.add_done_callback(_collect)
-    done, _ = await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-    if ask.stream and not done:
-        return _streamed(_later(dialect, recorder, ask, answering))
-    calls = await answering
     if ask.stream:
-        return _streamed(_chunks(_events(dialect, recorder, ask, calls)))
-    return _json(dialect.completion(calls, recorder.dispatch.run, _texts(recorder, ask, calls)))
-
-
-def _collect(answering: "asyncio.Task[list[Call]]") -> None:
-    """The client may be gone when the call fails."""
-    if not answering.cancelled():
-        answering.exception()
+        choices = recorder.begin(ask)
+        await first_news(choices, live=recorder.dispatch.harness.streams == "live")
+        stream = dialect.stream(head_of(recorder, choices), ask.usage)
+        said = events(recorder, ask, choices, stream, dialect.waiting, dialect.stream_error)
+        return StreamingResponse(said, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    calls = await recorder.answer(ask)
+    heard = None
+    if ask.logprobs:
+        heard = [token_texts(recorder.renderer, call.sampled_ids, call.logprobs) for call in calls]
+    return _json(dialect.completion(calls, recorder.dispatch.run, heard))
 
 
 async def _body(request: Request) -> bytes:
@@ -188,36 +182,5 @@ async def _body(request: Request) -> bytes:
     return bytes(content)
 
 
-def _texts(recorder: Recorder, ask: Ask, calls: Sequence[Call]) -> openai.Tokens:
-    return [recorder.token_texts(call) for call in calls] if ask.logprobs else None
-
-
-def _events(dialect: Dialect, recorder: Recorder, ask: Ask, calls: Sequence[Call]) -> Iterable[bytes]:
-    return dialect.stream(calls, recorder.dispatch.run, _texts(recorder, ask, calls), usage=ask.usage)
-
-
-async def _chunks(events: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for event in events:
-        yield event
-
-
-async def _later(
-    dialect: Dialect, recorder: Recorder, ask: Ask, answering: "asyncio.Task[list[Call]]"
-) -> AsyncIterator[bytes]:
-    while not answering.done():
-        yield dialect.waiting
-        await asyncio.wait([answering], timeout=KEEP_ALIVE_S)
-    try:
-        events = _events(dialect, recorder, ask, answering.result())
-    except ApiError as error:
-        events = dialect.stream_error(error)
-    for event in events:
-        yield event
-
-
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status_code=status, media_type="application/json", headers=headers)
-
-
-def _streamed(chunks: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -45,6 +45,8 @@ def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 @dataclass
 class History:
     calls: list[Call] = field(default_factory=list)
+    sampled: int = 0
+    """Tokens of all calls."""
     _results: dict[int, ToolResult] = field(default_factory=dict)
     _by_id: dict[str, Call] = field(default_factory=dict)
     _by_request: dict[str, dict[int, Call]] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class History:
         if isinstance(event, Call):
             self._places[event.call] = len(self.calls)
             self.calls.append(event)
+            self.sampled += len(event.sampled_ids)
             self._by_id[event.call] = event
             self._by_request.setdefault(event.request_digest, {})[event.choice] = event
             if event.history_digest:

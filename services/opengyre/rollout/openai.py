@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -12,8 +12,29 @@ from opengyre.rollout.ask import MAX_CHOICES, ApiError, Ask, check, digest_of, s
 PIECE = 32
 """Characters of a stream's event."""
 
-Tokens = Sequence[Sequence[str]] | None
-"""Of each call, the text of each sampled token, where log-probs were asked for."""
+Heard = Sequence[tuple[str, float]]
+"""The text of each token and its log-prob, where these were asked for."""
+
+
+class Head(NamedTuple):
+    """What a stream begins with."""
+
+    name: str
+    """`<execution>-<call>` of the first choice."""
+    model: str
+    prompt_tokens: int
+
+
+class Stream(Protocol):
+    """The server-sent events of an answer in the shape of an API."""
+
+    def begin(self, index: int) -> bytes: ...
+
+    def say(self, index: int, text: str, heard: Heard | None) -> bytes: ...
+
+    def end(self, index: int, call: Call, heard: Heard | None) -> Iterator[bytes]: ...
+
+    def close(self, calls: Sequence[Call]) -> Iterator[bytes]: ...
 
 
 class StreamOptions(msgspec.Struct):
@@ -32,6 +53,7 @@ class _Body(msgspec.Struct):
     stop: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -66,14 +88,16 @@ def parse(body: bytes, salt: str = "") -> Ask:
     check("max_tokens", wished is None or wished >= 1, "must be at least 1")
     check("functions", not request.functions, "are not served; send them as tools")
     tools = tuple(_tool(tool) for tool in request.tools or ())
-    offered, calls = _choose(tools, request.tool_choice)
+    choice = _choice(tools, request.tool_choice)
     return Ask(
         api="chat",
         digest=digest_of("chat", body, salt),
         # Token ids come from the log and from nowhere else.
         messages=[{key: value for key, value in m.items() if key != "token_ids"} for m in request.messages],
-        tools=offered,
-        calls=calls,
+        tools=tools,
+        calls=request.tool_choice != "none",
+        choice=choice,
+        parallel=request.parallel_tool_calls is not False,
         n=request.n or 1,
         stops=stops_of(request.stop, "stop"),
         max_tokens=wished,
@@ -103,16 +127,13 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return tool_of(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _choose(tools: tuple[dict[str, Any], ...], choice: Any) -> tuple[tuple[dict[str, Any], ...], bool]:
-    """The tools that are offered, and whether calls of them are taken out of the text.
-
-    Nothing is forced upon the policy: `required` and a named tool are what it is asked for, and it may say another
-    thing.
-    """
-    if choice in (None, "auto", "required"):
-        return tools, True
-    if choice == "none":
-        return tools, False
+def _choice(tools: tuple[dict[str, Any], ...], choice: Any) -> str | None:
+    """The tool that is forced: its name, empty for any of them, None for none."""
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        check("tool_choice", bool(tools), 'must not be "required" where there are no tools')
+        return ""
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     check(
@@ -120,7 +141,7 @@ def _choose(tools: tuple[dict[str, Any], ...], choice: Any) -> tuple[tuple[dict[
         any(tool["name"] == name for tool in tools),
         'must be "auto", "none", "required" or {"type": "function", "function": {"name": NAME}} of one of the tools',
     )
-    return tools, True
+    return name
 
 
 def usage_of(calls: Sequence[Call]) -> dict[str, int]:
@@ -130,10 +151,9 @@ def usage_of(calls: Sequence[Call]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _logprobs(call: Call, tokens: Sequence[str]) -> dict[str, Any]:
+def _logprobs(heard: Heard) -> dict[str, Any]:
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(tokens, call.logprobs, strict=True)
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in heard
     ]
     return {"content": content, "refusal": None}
 
@@ -157,28 +177,24 @@ def _message(call: Call) -> dict[str, Any]:
     return message
 
 
-def completion(calls: Sequence[Call], model: str, tokens: Tokens) -> bytes:
+def completion(calls: Sequence[Call], model: str, heard: Sequence[Heard] | None) -> bytes:
     """The answer to a request that is not streamed."""
     choices = [
         {
             "index": index,
             "message": _message(call),
-            "logprobs": _logprobs(call, tokens[index]) if tokens is not None else None,
+            "logprobs": _logprobs(heard[index]) if heard is not None else None,
             "finish_reason": _finish(call),
         }
         for index, call in enumerate(calls)
     ]
-    head = _head(calls, model, "chat.completion")
-    return _encoder.encode({**head, "choices": choices, "usage": usage_of(calls)})
-
-
-def _head(calls: Sequence[Call], model: str, kind: str) -> dict[str, Any]:
-    return {
+    head = {
         "id": f"chatcmpl-{calls[0].execution}-{calls[0].call}",
-        "object": kind,
+        "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
     }
+    return _encoder.encode({**head, "choices": choices, "usage": usage_of(calls)})
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -187,35 +203,42 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : start + PIECE]
 
 
-def _deltas(call: Call) -> Iterator[dict[str, Any]]:
-    for piece in pieces(_content(call) or ""):
-        yield {"content": piece}
-    for index, tool in enumerate(call.tool_calls):
-        begin = {"id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": ""}}
-        yield {"tool_calls": [{"index": index, **begin}]}
-        for piece in pieces(tool.arguments):
-            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+class ChatStream:
+    """Server-sent events of a chat's answers. Each choice begins, says its text, and ends with its recorded call."""
 
+    def __init__(self, head: Head, usage: bool) -> None:
+        self._head = {
+            "id": f"chatcmpl-{head.name}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": head.model,
+        }
+        self._usage = usage
 
-def stream(calls: Sequence[Call], model: str, tokens: Tokens, *, usage: bool) -> Iterator[bytes]:
-    """Server-sent events of calls that are complete: they are recorded before their first byte leaves."""
-    head = _head(calls, model, "chat.completion.chunk")
-    more = {"usage": None} if usage else {}
-
-    def event(index: int, delta: dict[str, Any], finish: str | None, logprobs: Any = None) -> bytes:
+    def _event(self, index: int, delta: dict[str, Any], finish: str | None, heard: Heard | None) -> bytes:
+        logprobs = _logprobs(heard) if heard is not None else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return sse({**head, "choices": [choice], **more})
+        return sse({**self._head, "choices": [choice], **({"usage": None} if self._usage else {})})
 
-    for index, call in enumerate(calls):
-        yield event(index, {"role": "assistant", "content": "" if not call.tool_calls else None}, None)
-        logprobs = _logprobs(call, tokens[index]) if tokens is not None else None
-        for delta in _deltas(call):
-            yield event(index, delta, None, logprobs)
-            logprobs = None
-        yield event(index, {}, _finish(call), logprobs)
-    if usage:
-        yield sse({**head, "choices": [], "usage": usage_of(calls)})
-    yield b"data: [DONE]\n\n"
+    def begin(self, index: int) -> bytes:
+        return self._event(index, {"role": "assistant", "content": ""}, None, None)
+
+    def say(self, index: int, text: str, heard: Heard | None) -> bytes:
+        return self._event(index, {"content": text}, None, heard)
+
+    def end(self, index: int, call: Call, heard: Heard | None) -> Iterator[bytes]:
+        for place, tool in enumerate(call.tool_calls):
+            begin = {"id": tool.id, "type": "function", "function": {"name": tool.name, "arguments": ""}}
+            yield self._event(index, {"tool_calls": [{"index": place, **begin}]}, None, None)
+            for piece in pieces(tool.arguments):
+                more = {"index": place, "function": {"arguments": piece}}
+                yield self._event(index, {"tool_calls": [more]}, None, None)
+        yield self._event(index, {}, _finish(call), heard)
+
+    def close(self, calls: Sequence[Call]) -> Iterator[bytes]:
+        if self._usage:
+            yield sse({**self._head, "choices": [], "usage": usage_of(calls)})
+        yield b"data: [DONE]\n\n"
 
 
 def error_body(error: ApiError) -> bytes:

@@ -7,7 +7,7 @@ shares with the nearest is its prefix, whose end is the exact divergence.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from opengyre.proto.traj import Call, Transition
@@ -38,7 +38,14 @@ class Renderer(Protocol):
 
     def tools_prompt(self, offered: Sequence[Mapping[str, Any]]) -> str: ...
 
-    def read_turn(self, text: str, offered: Sequence[Mapping[str, Any]]) -> Said: ...
+    def read_turn(self, text: str, offered: Sequence[Mapping[str, Any]], choice: str | None = None) -> Said: ...
+
+    def settled(self, text: str, offered: Sequence[Mapping[str, Any]], choice: str | None = None) -> str: ...
+
+    def opening(self, offered: Sequence[Mapping[str, Any]], choice: str) -> list[int]: ...
+
+    @property
+    def call_end(self) -> str: ...
 
     def completion_text(self, sampled: Sequence[int]) -> str: ...
 
@@ -57,6 +64,8 @@ class Prompt:
     host: str | None = None
     """Who served the parent last, and may still hold its keys and values."""
     transition: Transition = "root"
+    forced: int = 0
+    """How many of the last tokens begin the answer for the policy."""
 
 
 def prompt_of(ask: Ask, history: History, renderer: Renderer) -> Prompt:
@@ -65,7 +74,11 @@ def prompt_of(ask: Ask, history: History, renderer: Renderer) -> Prompt:
         return _placed(ask.tokens, history, "", said=False)
     if ask.text is not None:
         return _continued(ask.text, history, renderer)
-    return build(ask.messages, history, renderer, ask.tools)
+    prompt = build(ask.messages, history, renderer, ask.tools)
+    if ask.choice is None:
+        return prompt
+    begin = renderer.opening(ask.tools, ask.choice)
+    return replace(prompt, tokens=(*prompt.tokens, *begin), forced=len(begin))
 
 
 def build(
@@ -102,8 +115,13 @@ def _in_own_ids(messages: Sequence[Message], history: History) -> list[Message]:
             result.append(message)
         else:
             after = max(after, history.place(call))
-            result.append({"role": "assistant", "token_ids": call.sampled_ids})
+            result.append({"role": "assistant", "token_ids": turn_ids(call)})
     return result
+
+
+def turn_ids(call: Call) -> tuple[int, ...]:
+    """The token ids of a turn: those that begin it, and those that were sampled."""
+    return (*call.prompt_ids[len(call.prompt_ids) - call.forced :], *call.sampled_ids)
 
 
 def _placed(tokens: tuple[int, ...], history: History, digest: str, *, said: bool) -> Prompt:

@@ -1,10 +1,11 @@
 """One execution's endpoint: a request in, recorded calls out, one for each choice.
 
 Invariants:
-- A call is in the log before its answer leaves.
+- A call is in the log before the end of its answer leaves; a client that streams gets what is sure of it before.
 - The same request is the same calls: a client that repeats it joins those under way or gets the recorded answers.
 - A call's seed is a function of the execution's seed and the call's number, so that a call that is asked for again
   by another writer samples the same tokens.
+- An execution samples no more than its token budget: calls under way hold what they may still sample.
 
 Awaits: `answer` is woken by the completions and their appends; a client that goes away does not stop them. `close` ends
 the calls under way. `spent` is set when a budget first refuses a call.
@@ -12,6 +13,7 @@ the calls under way. `spent` is set when a budget first refuses a call.
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,16 +25,20 @@ from opengyre.rollout.budget import TimeBudget
 from opengyre.rollout.engine import RefusedError, SamplingParams
 from opengyre.rollout.figures import TRANSITIONS
 from opengyre.rollout.history import History, message_of_parts
+from opengyre.rollout.live import Live
 from opengyre.rollout.messages import extend
 from opengyre.rollout.prompt import Prompt, Renderer, prompt_of
-from opengyre.rollout.router import Completion, Generation, Router
+from opengyre.rollout.reading import ends_of, read
+from opengyre.rollout.router import QUIET_S, Completion, Generation, Router
 from opengyre.rollout.shell import turn_budget
-from opengyre.rollout.stops import before, cut
+from opengyre.rollout.speech import Watch
 from opengyre.shared import metrics
 from opengyre.shared.bus import FencedError
 
 MAX_CALLS = 64
 """Calls under way of one execution."""
+LIVE_S = 0.03
+"""Between the increments of a call whose client streams."""
 
 
 class Record(Protocol):
@@ -45,6 +51,19 @@ def call_seed(execution_seed: int, number: int) -> int:
     """63 bits."""
     digest = hashlib.sha256(f"{execution_seed}:{number}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def outcome(choice: Call | Live) -> Call:
+    """The recorded call, once it is there; raises `ApiError`."""
+    if isinstance(choice, Call):
+        return choice
+    task = choice.task_of
+    if task.cancelled():
+        raise moved("This execution has moved or ended.")
+    try:
+        return task.result()
+    except FencedError as error:
+        raise moved("This execution has moved.") from error
 
 
 @dataclass
@@ -61,7 +80,7 @@ class Recorder:
     spent: asyncio.Event = field(default_factory=asyncio.Event)
     refused: EndReason | None = None
     """The budget that first refused a call."""
-    _under_way: dict[tuple[str, int], "asyncio.Task[Call]"] = field(default_factory=dict)
+    _under_way: dict[tuple[str, int], Live] = field(default_factory=dict)
     _parked: int = 0
     _suspended: bool = False
     _parking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -75,24 +94,27 @@ class Recorder:
     def suspended(self) -> bool:
         return self._suspended
 
+    def begin(self, ask: Ask) -> list[Call | Live]:
+        """The recorded calls that answer a request, and those under way, in the order of its choices; raises
+        `ApiError`."""
+        missing = self._missing(ask)
+        if not missing:
+            TRANSITIONS.labels("retry").inc()
+        share = max(1, self._tokens_left() // max(1, len(missing)))
+        found: list[Call | Live] = []
+        for choice in range(ask.n):
+            call = self.history.answered(ask.digest, choice)
+            found.append(call if call is not None else self._choice(ask, choice, share))
+        return found
+
     async def answer(self, ask: Ask) -> list[Call]:
         """The calls that answer a request, in the order of its choices; raises `ApiError`."""
-        waiting = [self._choice(ask, choice) for choice in self._missing(ask)]
+        choices = self.begin(ask)
+        waiting = [choice.task_of for choice in choices if isinstance(choice, Live)]
         if waiting:
-            # Shielded: a client that went away may come back for the answer.
-            joined = asyncio.gather(*(asyncio.shield(task) for task in waiting))
-            try:
-                await joined
-            except asyncio.CancelledError:
-                if any(task.cancelled() for task in waiting):
-                    raise moved("This execution has moved or ended.") from None
-                raise
-            except FencedError as error:
-                raise moved("This execution has moved.") from error
-        else:
-            TRANSITIONS.labels("retry").inc()
-        calls = [self.history.answered(ask.digest, choice) for choice in range(ask.n)]
-        return [call for call in calls if call is not None]
+            # Not cancelled with us: a client that went away may come back for the answer.
+            await asyncio.wait(waiting)
+        return [outcome(choice) for choice in choices]
 
     def count(self, ask: Ask) -> int:
         """Tokens of the request's prompt, also where they are too many; raises `ApiError`."""
@@ -108,25 +130,52 @@ class Recorder:
             raise ApiError(503, "This execution has ended.", kind="server_error")
         if len(self.history.calls) + len(self._under_way) + new > turn_budget(self.dispatch):
             self._refuse("turn_budget")
-            raise budget_spent("turn budget")
+            raise budget_spent("turn_budget")
         if self._under_way and len(self._under_way) + new > MAX_CALLS:
             raise busy(f"{len(self._under_way)} calls are under way, allowed are {MAX_CALLS}; wait for one.")
+        if self._tokens_left() < new:
+            if self._under_way:
+                raise busy("What is left of the token budget is held by the calls under way; wait for one.")
+            self._refuse("token_budget")
+            raise budget_spent("token_budget")
         return missing
+
+    def _tokens_left(self) -> int:
+        """Of the token budget, without what the calls under way may still sample."""
+        limit = self.dispatch.harness.token_budget
+        if limit is None:
+            return sys.maxsize
+        return limit - self.history.sampled - sum(live.most for live in self._under_way.values())
 
     def _refuse(self, reason: EndReason) -> None:
         self.refused = self.refused or reason
         self.spent.set()
 
-    def _choice(self, ask: Ask, choice: int) -> "asyncio.Task[Call]":
+    def _choice(self, ask: Ask, choice: int, share: int) -> Live:
         key = (ask.digest, choice)
-        task = self._under_way.get(key)
-        if task is None:
+        live = self._under_way.get(key)
+        if live is None:
             prompt = self._prompt(ask)
-            task = asyncio.create_task(self._call(self._next, ask, choice, prompt))
+            number = self._next
+            live = Live(
+                call=f"c{number:04d}",
+                opening=prompt.tokens[len(prompt.tokens) - prompt.forced :],
+                prompt_tokens=len(prompt.tokens),
+                most=self._most(ask, prompt, share),
+                watch=Watch(ends_of(ask, self.renderer), self.renderer.decode),
+            )
+            task = asyncio.create_task(self._call(number, ask, choice, prompt, live))
             self._next += 1
-            self._under_way[key] = task
+            self._under_way[key] = live
+            live.begin(task)
             task.add_done_callback(lambda done: self._end(key, done))
-        return task
+        return live
+
+    def _most(self, ask: Ask, prompt: Prompt, share: int) -> int:
+        """Tokens that a call may sample; `share` is its part of the token budget."""
+        harness = self.dispatch.harness
+        room = min(harness.max_tokens, harness.context_tokens - len(prompt.tokens))
+        return min(room, ask.max_tokens or room, share)
 
     def _end(self, key: tuple[str, int], task: "asyncio.Task[Call]") -> None:
         self._under_way.pop(key, None)
@@ -150,7 +199,7 @@ class Recorder:
             raise ContextExceededError(len(prompt.tokens), limit)
         return prompt
 
-    async def _call(self, number: int, ask: Ask, choice: int, prompt: Prompt) -> Call:
+    async def _call(self, number: int, ask: Ask, choice: int, prompt: Prompt, live: Live) -> Call:
         if self.before_call is not None:
             await self.before_call(number)
         loop = asyncio.get_running_loop()
@@ -158,19 +207,21 @@ class Recorder:
         harness = self.dispatch.harness
         # A load has the drawn length, whatever the policy would say.
         load = harness.agent == "synthetic"
-        room = min(harness.max_tokens, harness.context_tokens - len(prompt.tokens))
+        watched = ask.stream or bool(ends_of(ask, self.renderer))
         generation = Generation(
             request=f"{self.dispatch.execution}-a{self.attempt}-c{number}",
             run=self.dispatch.run,
             tokens=prompt.tokens,
             params=SamplingParams(
-                max_tokens=min(room, ask.max_tokens or room),
+                max_tokens=live.most,
                 temperature=harness.temperature,
                 seed=call_seed(self.dispatch.seed, number),
                 stop_token_ids=() if load else tuple(self.renderer.stop_token_ids),
                 ignore_eos=load,
             ),
             prefer=prompt.host,
+            interval_s=LIVE_S if ask.stream and harness.streams == "live" else QUIET_S,
+            hear=live.hear if watched else None,
         )
         try:
             done = await self.router.complete(generation, self)
@@ -185,22 +236,12 @@ class Recorder:
     ) -> Call:
         assert whole.finish != "abort"
         name = f"c{number:04d}"
-        done, stop = cut(whole, ask.stops, self.renderer.decode)
-        content: str | None = None
-        calls: tuple[ToolCall, ...] = ()
-        if ask.api == "completions":
-            text = before(self.renderer.decode(done.tokens), stop)
-        elif stop is not None:
-            text = before(self.renderer.decode(done.tokens), stop).strip()
-        else:
-            text = self.renderer.completion_text(done.tokens)
-        if ask.calls and ask.tools and done.finish == "stop":
-            said = self.renderer.read_turn(text, ask.tools)
-            content = said.content if said.calls else None
-            calls = tuple(
-                ToolCall(id=f"call_{name}_{place}", name=function, arguments=arguments)
-                for place, (function, arguments) in enumerate(said.calls)
-            )
+        said = read(ask, whole, prompt.tokens[len(prompt.tokens) - prompt.forced :], self.renderer)
+        done, text, content = said.kept, said.text, said.content
+        calls = tuple(
+            ToolCall(id=f"call_{name}_{place}", name=function, arguments=arguments)
+            for place, (function, arguments) in enumerate(said.calls)
+        )
         fields: dict[str, Any] = {
             "call": name,
             "turn": number,
@@ -224,17 +265,14 @@ class Recorder:
             "choices": ask.n,
             "content": content,
             "tool_calls": calls,
-            "stop": stop,
+            "stop": said.stop,
             "transition": prompt.transition,
+            "forced": prompt.forced,
         }
         stored = await self.record(Call, **fields)
         assert isinstance(stored, Call)
         TRANSITIONS.labels(prompt.transition).inc()
         return stored
-
-    def token_texts(self, call: Call) -> list[str]:
-        """The text of each sampled token."""
-        return [self.renderer.decode([token]) for token in call.sampled_ids]
 
     async def park(self) -> None:
         """The first parked call suspends the episode."""
@@ -262,7 +300,7 @@ class Recorder:
     async def close(self) -> None:
         """Stop the calls under way and take no more."""
         self._closed = True
-        tasks = list(self._under_way.values())
+        tasks = [live.task_of for live in self._under_way.values()]
         for task in tasks:
             task.cancel()
         if tasks:

@@ -115,9 +115,23 @@ class TinyTokenizer:
         """What has to be said of these tools in front of the conversation (a system message); may be empty."""
         return tools.prompt_of(offered)
 
-    def read_turn(self, text: str, offered: Sequence[tools.Tool]) -> tools.Said:
-        """A completion's text as content and tool calls."""
-        return tools.read(text, offered)
+    def read_turn(self, text: str, offered: Sequence[tools.Tool], choice: str | None = None) -> tools.Said:
+        """A completion's text as content and tool calls; `choice` is the call that was forced."""
+        return tools.read(text, offered, choice)
+
+    def settled(self, text: str, offered: Sequence[tools.Tool], choice: str | None = None) -> str:
+        """The beginning of the content that stays, whatever follows the beginning `text` of a completion."""
+        return tools.settled(text, offered, choice)
+
+    def opening(self, offered: Sequence[tools.Tool], choice: str) -> list[int]:
+        """Token ids with which a turn begins that is to call the tool `choice`."""
+        begin = tools.opening(offered, choice)
+        return self.encode(" " + begin) if begin else []
+
+    @property
+    def call_end(self) -> str:
+        """What the text of a tool call ends with, where the turn may go on after it."""
+        return tools.CLOSE
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""

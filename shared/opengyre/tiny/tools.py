@@ -4,6 +4,9 @@ Its turn is one shell command. So where a tool is offered that runs one (its onl
 `command`), that tool is not described to it, and its turn is a call of this tool. Other tools are described before the
 conversation, and it calls them as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times in a
 turn. Such arguments are the bytes that were sampled.
+
+Where a request forces a call (`choice`: a tool's name, or `ANY`), the turn is begun for the policy (`opening`); what it
+makes of that is its own. A forced shell tool needs no beginning: then the turn is the command, whatever it is.
 """
 
 import json
@@ -16,6 +19,8 @@ import msgspec
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
+ANY: Final = ""
+"""Some tool, whichever."""
 DONE: Final = "done"
 """The tiny policy's word for the end of its work: no command."""
 _BLOCK: Final = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
@@ -59,9 +64,37 @@ def prompt_of(tools: Sequence[Tool]) -> str:
     return "\n".join([f'call tools as {OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE}:', *told])
 
 
-def read(text: str, tools: Sequence[Tool]) -> Said:
-    """What the policy said, where these tools were offered. Text that is no call, though it looks like one, is text."""
+def opening(tools: Sequence[Tool], choice: str) -> str:
+    """How a turn begins that is to call `choice`; empty where nothing has to be put there."""
+    shell = shell_tool(tools)
+    if choice == shell or (choice == ANY and shell is not None):
+        return ""
+    name = choice or (tools[0]["name"] if len(tools) == 1 else "")
+    return f'{OPEN}{{"name": {json.dumps(name)}, "arguments": ' if name else f'{OPEN}{{"name": '
+
+
+def settled(text: str, tools: Sequence[Tool], choice: str | None = None) -> str:
+    """The beginning of a turn's content that no further text changes; `text` is the turn's beginning."""
+    if not tools:
+        return text.strip()
+    if choice is not None or shell_tool(tools) is not None:
+        return ""
+    at = text.find(OPEN)
+    if at < 0:
+        at = next(len(text) - n for n in range(len(OPEN) - 1, -1, -1) if text.endswith(OPEN[:n]))
+    return text[:at].strip()
+
+
+def read(text: str, tools: Sequence[Tool], choice: str | None = None) -> Said:
+    """What the policy said, where these tools were offered and `choice` was forced. Text that is no call, though it
+    looks like one, is text."""
     text = text.strip()
+    shell = shell_tool(tools)
+    if choice is not None and shell is not None and choice in (ANY, shell):
+        if choice == shell or not _BLOCK.search(text):
+            return Said("", ((shell, json.dumps({"command": text}, ensure_ascii=False)),))
+    elif choice is not None:
+        shell = None
     if not tools or not text:
         return Said(text)
     found = list(_BLOCK.finditer(text))
@@ -74,7 +107,6 @@ def read(text: str, tools: Sequence[Tool]) -> Said:
             calls = tuple((block.name, bytes(block.arguments).decode()) for block in blocks)
             return Said(_BLOCK.sub("", text).strip(), calls)
         return Said(text)
-    shell = shell_tool(tools)
     if shell is None or text == DONE:
         return Said(text)
     return Said("", ((shell, json.dumps({"command": text}, ensure_ascii=False)),))
