@@ -9,10 +9,12 @@ import pytest
 
 from opengyre.proto import subjects
 from opengyre.proto.host import HostState
+from opengyre.proto.sandbox import ExecRequest, ExecResult
 from opengyre.proto.traj import Call, Ended, Resumed, TakenOver, Verified
 from opengyre.rollout.journal import Journal
+from opengyre.rollout.restore import MOST
 from opengyre.shared import metrics
-from opengyre.shared.bus import Bus, FencedError
+from opengyre.shared.bus import Bus, FencedError, RpcFailedError
 from opengyre.shared.waits import Waits
 from support import eventually
 from support.rollout_fakes import Stack, dispatch
@@ -35,6 +37,14 @@ def kinds(events: list) -> list[str]:
 
 def calls(events: list) -> list[Call]:
     return [event for event in events if isinstance(event, Call)]
+
+
+def assert_scored(events: list) -> None:
+    """Kept work is scored, whatever ended the agent."""
+    verified = events[-2]
+    assert isinstance(verified, Verified)
+    assert [part.value for part in verified.parts] == [1.0]
+    assert (verified.infra_error, verified.evaluations) == (None, 1)
 
 
 def end(events: list) -> Ended:
@@ -211,9 +221,7 @@ async def test_the_time_budget_ends_the_agent_and_the_kept_work_is_scored(stack:
     assert kinds(events) == ["Started", "SandboxOpened", "Call", "Verified", "Ended"]
     assert end(events).reason == "time_budget"
     assert 0.3 <= end(events).duration_s < 2.0
-    verified = events[-2]
-    assert isinstance(verified, Verified)
-    assert [part.value for part in verified.parts] == [1.0]
+    assert_scored(events)
 
 
 async def test_the_turn_budget_ends_the_agent_after_its_last_command(stack: Stack) -> None:
@@ -224,6 +232,7 @@ async def test_the_turn_budget_ends_the_agent_after_its_last_command(stack: Stac
     events = await stack.log(episode)
     assert kinds(events) == [*WHOLE[:6], "Verified", "Ended"]
     assert end(events).reason == "turn_budget"
+    assert_scored(events)
 
 
 async def test_a_full_context_is_an_overflow(stack: Stack) -> None:
@@ -231,26 +240,35 @@ async def test_a_full_context_is_an_overflow(stack: Stack) -> None:
     async with stack.host("h0", ["echo one > a.txt; cp a.txt b.txt"]).up(), stack.service():
         await stack.submit(episode)
         await eventually(lambda: stack.ended(episode))
-    assert end(await stack.log(episode)).reason == "overflow"
+    events = await stack.log(episode)
+    assert end(events).reason == "overflow"
+    assert_scored(events)
 
 
-async def test_a_sandbox_that_is_gone_ends_the_episode_as_infra(stack: Stack) -> None:
+async def test_a_command_that_is_the_end_of_every_sandbox_ends_the_episode_as_infra(stack: Stack) -> None:
+    """The sandbox is made again so often and no more."""
     before = metrics.EPISODES_INTERRUPTED._value.get()
     episode = dispatch()
-    host = stack.host("h0", SCRIPT)
-    async with host.up(), stack.service():
-        host.delay_s = 0.05
+    run = stack.sandboxes._run
+
+    async def deadly(request: ExecRequest) -> ExecResult:
+        if request.command == SCRIPT[1]:
+            stack.sandboxes.live.pop(request.sandbox)
+            raise RpcFailedError("sandbox_gone", f"{request.sandbox} ended")
+        return await run(request)
+
+    stack.sandboxes._run = deadly  # type: ignore[method-assign]  # a fault is put in from outside
+    async with stack.host("h0", SCRIPT).up(), stack.service():
         await stack.submit(episode)
-        await eventually(lambda: host.calls)
-        stack.sandboxes.live.clear()
         await eventually(lambda: stack.ended(episode))
     events = await stack.log(episode)
     assert end(events).reason == "infra"
     verified = events[-2]
     assert isinstance(verified, Verified)
-    assert verified.parts == ()
+    assert (verified.parts, verified.evaluations) == ((), 0)
     assert verified.infra_error
     assert metrics.EPISODES_INTERRUPTED._value.get() == before + 1
+    assert len(stack.sandboxes.created) == 1 + MOST
 
 
 @pytest.mark.parametrize(("failures", "fault"), [(2, None), (3, "the check could not be started")])
@@ -267,6 +285,8 @@ async def test_a_failed_evaluation_is_tried_again_and_is_never_a_zero(
     assert isinstance(verified, Verified)
     assert verified.infra_error == fault
     assert bool(verified.parts) is (fault is None)
+    assert verified.evaluations == 3
+    assert stack.sandboxes.modes == ["separate"] * 3
     assert end(events).reason == "done"
 
 

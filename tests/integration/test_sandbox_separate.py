@@ -291,8 +291,8 @@ def test_a_tree_that_changes_under_the_copy(tmp_path: Path, monkeypatch: pytest.
             os.truncate(source / "shrinks", 4)
         return found
 
-    monkeypatch.setattr(copying.os, "stat", stat)
-    monkeypatch.setattr(copying.os, "fstat", fstat)
+    monkeypatch.setattr("opengyre.sandbox.launch.copying.os.stat", stat)
+    monkeypatch.setattr("opengyre.sandbox.launch.copying.os.fstat", fstat)
     copied(source, tmp_path / "target")
     found = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
     assert found == {"grows": b"0123456789", "shrinks": b"0123\0\0\0\0\0\0"}

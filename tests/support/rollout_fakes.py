@@ -156,6 +156,8 @@ class FakeSandboxes:
         self.ran: list[str] = []
         self.renewed: Counter[str] = Counter()
         self.verified: Counter[str] = Counter()
+        self.modes: list[str] = []
+        self.evaluations: list[str] = []
         self.destroyed: set[str] = set()
         self.forwarded: dict[str, ForwardRequest] = {}
         self.delay_s = 0.0
@@ -205,8 +207,11 @@ class FakeSandboxes:
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
         self._check(request.sandbox)
-        self.verified[request.sandbox] += 1
-        valid = self.verified[request.sandbox] > self.invalid_verifications
+        self.evaluations.append(request.verify_id)
+        self.modes.append(request.mode)
+        if request.mode != "live":
+            self.verified[request.sandbox] += 1
+        valid = request.mode == "live" or self.verified[request.sandbox] > self.invalid_verifications
         parts = tuple(CheckResult(name=c.name, passed=self.passes, weight=c.weight) for c in request.checks)
         return VerifyResult(
             verify_id=request.verify_id, parts=parts, passed=len(parts), total=len(parts), valid=valid,

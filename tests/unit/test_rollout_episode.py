@@ -10,9 +10,11 @@ from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.run import Harness
 from opengyre.proto.task import TaskSpec
 from opengyre.proto.traj import (
+    PROGRAM,
     AnyTrajEvent,
     Call,
     Ended,
+    Progressed,
     Resumed,
     SandboxOpened,
     Started,
@@ -57,6 +59,7 @@ def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
         },
         Suspended: {"turn": 0},
         Resumed: {"turn": 0, "waited_s": 1.0},
+        Progressed: {"turn": index, "call": None, "parts": (), "duration_s": 0.25},
         Verified: {"parts": (), "reason": "done"},
         Ended: {"reason": "done", "turns": 1, "sampled_tokens": 2, "duration_s": 1.0, "members": ("r-g0-e0",)},
     }  # fmt: skip
@@ -68,7 +71,8 @@ def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
 
 
 KINDS = (
-    Started, TakenOver, SandboxOpened, Call, ToolResult, Suspended, Resumed, Verified, Ended, AgentEnded, Released,
+    Started, TakenOver, SandboxOpened, Call, ToolResult, Suspended, Resumed, Progressed, Verified, Ended, AgentEnded,
+    Released,
 )  # fmt: skip
 
 ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
@@ -78,6 +82,7 @@ ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
         TakenOver: (Phase.OPENING, (Effect.OPEN_SANDBOX,)),
         AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+        Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
     },
     Phase.ACTING: {
         Call: (Phase.ACTING, ()),
@@ -85,23 +90,29 @@ ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
         Suspended: (Phase.SUSPENDED, ()),
         Resumed: (Phase.ACTING, ()),
         TakenOver: (Phase.ACTING, (Effect.RUN_AGENT,)),
-        SandboxOpened: (Phase.ACTING, ()),  # made again by a writer that took over
+        SandboxOpened: (Phase.ACTING, ()),  # made again
+        Progressed: (Phase.ACTING, ()),
         AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+        Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
     },
     Phase.SUSPENDED: {
         Call: (Phase.SUSPENDED, ()),
         ToolResult: (Phase.SUSPENDED, ()),
         Resumed: (Phase.ACTING, ()),
         TakenOver: (Phase.ACTING, (Effect.RUN_AGENT,)),
+        Progressed: (Phase.SUSPENDED, ()),
         AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+        Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
     },
     Phase.VERIFYING: {
         Call: (Phase.VERIFYING, ()),
         ToolResult: (Phase.VERIFYING, ()),
         Suspended: (Phase.VERIFYING, ()),
         Resumed: (Phase.VERIFYING, ()),
+        Progressed: (Phase.VERIFYING, ()),
+        SandboxOpened: (Phase.VERIFYING, ()),  # made again
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
     },
     Phase.ENDING: {TakenOver: (Phase.ENDING, (Effect.CONCLUDE,)), Ended: (Phase.RELEASING, (Effect.RELEASE,))},
@@ -132,6 +143,18 @@ def test_parking_is_not_active_time() -> None:
     assert state.active_s == 2.5
     assert state.parked_s == 1.0
     assert (state.calls, state.sampled_tokens) == (1, 2)
+
+
+def test_measuring_progress_is_not_active_time() -> None:
+    """A program waits for it within its own run, which is longer by that."""
+    begun = [event(Started), event(SandboxOpened), event(Progressed), event(Call, 3)]
+    state = rebuild(begun)  # type: ignore[arg-type]  # events of the union, built or decoded
+    assert (state.measured_at, state.measured_s, state.active_s) == (0, 0.25, 2.0)
+    program = ToolResult(
+        run="r", group="r-g0", execution="r-g0-e0", index=4, attempt=0, turn=PROGRAM, exec_id="x", command="x",
+        exit_code=0, output="", output_bytes=0, timed_out=False, duration_s=10.0,
+    )  # fmt: skip
+    assert advance(state, program)[0].active_s == 10.0 - state.parked_s - 0.25
 
 
 @given(st.lists(st.sampled_from(KINDS), max_size=40))

@@ -8,7 +8,8 @@
                                                    v
                                                  ENDING --Ended--> RELEASING --Released--> OVER
 
-A synthetic execution goes from NEW to ACTING.
+A synthetic execution goes from NEW to ACTING. `Ended` also comes from any phase before ENDING: the execution was given
+up, and goes to RELEASING. A sandbox that was lost and made again, and a measurement of progress, change no phase.
 
 The same `advance` rebuilds the state from a log and drives a live episode, so that a writer that takes over stands
 where the former one stood. `AgentEnded` and `Released` are not in the log: a writer that takes over before `Verified`
@@ -26,6 +27,7 @@ from opengyre.proto.traj import (
     Call,
     Ended,
     EndReason,
+    Progressed,
     Resumed,
     SandboxOpened,
     Started,
@@ -94,6 +96,10 @@ class Episode:
     active_s: float = 0.0
     """Spent in calls and commands, without parking: what counts against the time budget after a change of writers."""
     parked_s: float = 0.0
+    measured_at: int | None = None
+    """Calls that were recorded when progress was last measured. None: it never was."""
+    measured_s: float = 0.0
+    """What measuring took: the agent waited for it, and does not pay."""
     reason: EndReason | None = None
     detail: str | None = None
 
@@ -125,6 +131,16 @@ def _opened(state: Episode, event: EpisodeEvent) -> Episode:
     return replace(state, sandbox=event, phase=Phase.ACTING)
 
 
+def _reopened(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, SandboxOpened)
+    return replace(state, sandbox=event)
+
+
+def _progressed(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Progressed)
+    return replace(state, measured_at=event.turn, measured_s=state.measured_s + event.duration_s)
+
+
 def _called(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, Call)
     return replace(
@@ -139,7 +155,7 @@ def _called(state: Episode, event: EpisodeEvent) -> Episode:
 def _ran(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, ToolResult)
     if event.turn == PROGRAM:  # The calls' times are in its own.
-        return replace(state, active_s=max(state.active_s, event.duration_s - state.parked_s))
+        return replace(state, active_s=max(state.active_s, event.duration_s - state.parked_s - state.measured_s))
     return replace(state, active_s=state.active_s + event.duration_s)
 
 
@@ -180,28 +196,34 @@ _TABLE: dict[tuple[Phase, type], Callable[[Episode, EpisodeEvent], Episode]] = {
     (Phase.OPENING, TakenOver): _same,
     (Phase.OPENING, AgentEnded): _agent_ended,
     (Phase.OPENING, Verified): _verified,
+    (Phase.OPENING, Ended): _ended,
     (Phase.ACTING, Call): _called,
     (Phase.ACTING, ToolResult): _ran,
     (Phase.ACTING, Suspended): _suspended,
     (Phase.ACTING, Resumed): _same,
     (Phase.ACTING, TakenOver): _same,
-    # A writer that took over found the sandbox gone and made it again.
-    (Phase.ACTING, SandboxOpened): _opened,
+    (Phase.ACTING, SandboxOpened): _reopened,
+    (Phase.ACTING, Progressed): _progressed,
     (Phase.ACTING, AgentEnded): _agent_ended,
     (Phase.ACTING, Verified): _verified,
+    (Phase.ACTING, Ended): _ended,
     # Other calls and commands of the same agent go on while one call is parked.
     (Phase.SUSPENDED, Call): _called,
     (Phase.SUSPENDED, ToolResult): _ran,
     (Phase.SUSPENDED, Resumed): _acting,
     # What was parked is asked for again by the new writer.
     (Phase.SUSPENDED, TakenOver): _acting,
+    (Phase.SUSPENDED, Progressed): _progressed,
     (Phase.SUSPENDED, AgentEnded): _agent_ended,
     (Phase.SUSPENDED, Verified): _verified,
+    (Phase.SUSPENDED, Ended): _ended,
     # What was being stored when the agent was stopped.
     (Phase.VERIFYING, Call): _called,
     (Phase.VERIFYING, ToolResult): _ran,
     (Phase.VERIFYING, Suspended): _same,
     (Phase.VERIFYING, Resumed): _same,
+    (Phase.VERIFYING, Progressed): _progressed,
+    (Phase.VERIFYING, SandboxOpened): _reopened,
     (Phase.VERIFYING, Verified): _verified,
     (Phase.ENDING, TakenOver): _same,
     (Phase.ENDING, Ended): _ended,

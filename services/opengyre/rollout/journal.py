@@ -15,16 +15,25 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from opengyre.proto import subjects
-from opengyre.proto.base import tag_of
+from opengyre.proto import codec, subjects
+from opengyre.proto.base import Event, tag_of
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.traj import AnyTrajEvent, Started, TakenOver
-from opengyre.shared.bus import Bus, BusUnavailableError, FencedError, read
+from opengyre.shared.bus import Bus, BusUnavailableError, FencedError, Stored, read
 from opengyre.shared.waits import Waits
 
 log = logging.getLogger("gyre.rollout.journal")
 
 E = TypeVar("E", bound=AnyTrajEvent)
+
+
+def _event(message: Stored, *, readable: bool) -> Event | None:
+    try:
+        return message.event()
+    except codec.UndecodableError:
+        if readable:
+            return None
+        raise
 
 
 class Journal:
@@ -44,19 +53,20 @@ class Journal:
         self.attempt = 0
         self.fenced = asyncio.Event()
 
-    async def load(self) -> list[AnyTrajEvent]:
-        """All events of the log, in order; empty if there is none."""
+    async def load(self, *, readable: bool = False) -> list[AnyTrajEvent]:
+        """All events of the log, in order; empty if there is none. `readable`: only those that can be decoded, where
+        one that cannot is an `UndecodableError` else."""
         last = await self._bus.last(self.scope, subjects.TRAJ)
         if last is None:
             return []
         stored = await read(self._bus, subjects.TRAJ, self.scope)
-        events = [message.event() for message in stored]
+        events = [event for message in stored if (event := _event(message, readable=readable)) is not None]
         if not stored or stored[-1].sequence < last.sequence:
             raise BusUnavailableError(f"{self.scope}: the log could not be read to its end")
         self.last = stored[-1].sequence
-        self.length = len(events)
+        self.length = len(stored)
         trajectory = [event for event in events if isinstance(event, AnyTrajEvent)]
-        self.attempt = trajectory[-1].attempt
+        self.attempt = max((event.attempt for event in trajectory), default=0)
         return trajectory
 
     async def begin(self, replica: str, vocabulary: int | None = None) -> AnyTrajEvent:

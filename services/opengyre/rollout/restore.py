@@ -5,8 +5,11 @@ timeout); at the first that does not, the episode cannot go on. Another output a
 it is mostly a time or a process id, and ending an episode for it would be worse. Beside the sandbox a command did
 nothing that would be done twice: it has no network.
 
-Invariant: each attempt makes a sandbox of its own name, so that one that a writer left half restored is never taken
-for the episode's; its lease ends it.
+A writer that takes over does so where it finds the sandbox gone; where it is lost under the same writer, that one does,
+`MOST` times at most: a command that is the end of every sandbox shall not have one after another.
+
+Invariant: each time a sandbox of its own name is made, so that one that was left half restored is never taken for the
+episode's; its lease ends it.
 
 Awaits: those of `Sandboxes`, with their bounds; the whole takes as long as the commands took.
 """
@@ -21,14 +24,23 @@ from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLo
 
 log = logging.getLogger("gyre.rollout.restore")
 
+MOST = 3
+"""Sandboxes that one writer makes again."""
+
+
+def name_of(execution: str, attempt: int, number: int) -> str:
+    """The sandbox that the writer of that attempt makes again as its `number`th, from 0."""
+    return f"{execution}-a{attempt}" + (f"-{number}" if number else "")
+
 
 async def restored(
-    sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str, attempt: int
+    sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str, name: str
 ) -> SandboxRef:
-    """A new sandbox in the recorded state; raises `SandboxLostError` naming the command that did something else."""
-    ref = await sandboxes.open(dispatch, owner, f"{dispatch.execution}-a{attempt}")
+    """A new sandbox of that name in the recorded state; raises `SandboxLostError` naming the command that did something
+    else."""
+    ref = await sandboxes.open(dispatch, owner, name)
     try:
-        async with sandboxes.kept(ref, owner, at_once=False):
+        async with sandboxes.kept(lambda: ref, owner, at_once=False):
             await _repeat(sandboxes, ref, dispatch, history)
     except SandboxLostError:
         await sandboxes.destroy(ref)

@@ -3,8 +3,10 @@
 Outcomes: `ENDED` (Ended is stored, the sandbox removed), `STOPPED` (this replica stops: another one continues from the
 log), `FENCED` (another writer has it already: nothing more is done here, nothing answered).
 
-Invariants: every effect follows a stored event; what must not be done by a writer that was replaced (verification,
-which ends what the agent left running) is preceded by `Journal.confirm`; an append that has begun is finished.
+Invariants: every effect follows a stored event; what must not be done by a writer that was replaced (evaluation,
+which ends what the agent left running) is preceded by `Journal.confirm`; an append that has begun is finished. Progress
+is measured before a call is sampled, when all that the agent did since the one before has come in: the agent waits for
+it, its budget does not, and its sandbox is only read.
 
 Awaits: `run` is woken by the end of the drive, by `stopping`, or by the journal's `fenced`, whichever is first.
 """
@@ -22,18 +24,19 @@ import aiohttp
 
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.sandbox import ExecResult, SandboxRef
-from opengyre.proto.traj import PROGRAM, AnyTrajEvent, Call, Ended, Part, SandboxOpened, ToolResult, Verified
-from opengyre.rollout import shell, synthetic
+from opengyre.proto.traj import PROGRAM, AnyTrajEvent, Call, Ended, Progressed, SandboxOpened, ToolResult, Verified
+from opengyre.rollout import restore, shell, synthetic
 from opengyre.rollout.agent import Agent, ChatClient, ShellAgent, SyntheticAgent
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
 from opengyre.rollout.endpoint import Endpoints
 from opengyre.rollout.episode import AgentEnded, Effect, Episode, EpisodeEvent, Phase, Released, advance, due, rebuild
+from opengyre.rollout.evaluation import Verdict, progress_due
+from opengyre.rollout.grading import Grader
 from opengyre.rollout.history import History
 from opengyre.rollout.journal import Journal
 from opengyre.rollout.models import Models
 from opengyre.rollout.program import MAX_S, ProgramAgent, command_of, port_of
 from opengyre.rollout.recorder import Recorder
-from opengyre.rollout.restore import restored
 from opengyre.rollout.router import Router
 from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLostError
 from opengyre.shared import metrics
@@ -80,6 +83,9 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.station.bus, self.station.waits, self.dispatch)
+        self._grader = Grader(self.station.sandboxes, self.dispatch, self.station.replica, self.journal.confirm)
+        self._measuring = asyncio.Lock()
+        self._remade = 0
 
     @property
     def suspended(self) -> bool:
@@ -125,6 +131,8 @@ class Runner:
         self.recorder = Recorder(
             self.dispatch, self.journal.attempt, self.history, renderer, self.station.router, self._record, budget
         )
+        if self.dispatch.scoring.progress_every is not None and self.dispatch.task.checks and not self.synthetic:
+            self.recorder.before_call = lambda _number: self._measure(budget)
         pending = list(effects)
         while pending:
             for event in await self._perform(pending.pop(0), self.recorder, budget):
@@ -175,16 +183,50 @@ class Runner:
 
     async def _find_again(self) -> AgentEnded | None:
         """The sandbox of the writer before, or one that is made again as it was; the end, where that cannot be."""
-        sandboxes, replica = self.station.sandboxes, self.station.replica
         try:
-            await sandboxes.check(self._ref(), replica)
+            await self.station.sandboxes.check(self._ref(), self.station.replica)
         except SandboxLostError:
             try:
-                ref = await restored(sandboxes, self.dispatch, self.history, replica, self.journal.attempt)
+                await self._make_again()
             except SandboxLostError as error:
                 return AgentEnded("infra", str(error))
-            await self._record(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
         return None
+
+    async def _make_again(self) -> None:
+        """A sandbox as the log says that the lost one was; raises `SandboxLostError`."""
+        name = restore.name_of(self.dispatch.execution, self.journal.attempt, self._remade)
+        self._remade += 1
+        ref = await restore.restored(self.station.sandboxes, self.dispatch, self.history, self.station.replica, name)
+        await self._record(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
+
+    async def _recover(self, loss: SandboxLostError) -> None:
+        """Make the sandbox again that was lost under us, or raise the loss: a program's would lack what it did."""
+        if self.dispatch.harness.agent != "shell" or self._remade >= restore.MOST:
+            raise loss
+        log.warning("%s; making it again", loss)
+        await self._make_again()
+
+    async def _measure(self, budget: TimeBudget) -> None:
+        """Before a call: what the work is worth, if that is due."""
+        async with self._measuring:
+            calls = self.state.calls
+            if not progress_due(self.dispatch.scoring.progress_every, calls, self.state.measured_at):
+                return
+            loop = asyncio.get_running_loop()
+            since = loop.time()
+            budget.pause()
+            try:
+                said = await self._grader.progress(self._ref(), calls)
+            finally:
+                budget.resume()
+            await self._record(
+                Progressed,
+                turn=calls,
+                call=self.history.calls[-1].call if self.history.calls else None,
+                parts=said.parts,
+                infra_error=said.fault,
+                duration_s=loop.time() - since,
+            )
 
     async def _act(self, recorder: Recorder, budget: TimeBudget) -> AgentEnded:
         client = ChatClient(
@@ -220,10 +262,14 @@ class Runner:
             return SyntheticAgent(self.dispatch, client, answers), contextlib.nullcontext()
         steps = [shell.Step(turn.call.text, turn.result.output if turn.result is not None else None) for turn in turns]
         at_once = self.journal.attempt > 0
-        kept = self.station.sandboxes.kept(self._ref(), self.station.replica, at_once=at_once)
+        kept = self.station.sandboxes.kept(self._ref, self.station.replica, at_once=at_once)
         if self.dispatch.harness.agent == "program":
             return self._program(client, recorder), kept
-        return ShellAgent(self.dispatch, client, self._run_command, steps), kept
+
+        async def run_command(turn: int, command: str) -> str:
+            return await self._run_command(turn, command, recorder.budget)
+
+        return ShellAgent(self.dispatch, client, run_command, steps), kept
 
     def _program(self, client: ChatClient, recorder: Recorder) -> ProgramAgent:
         sandboxes, ref, execution = self.station.sandboxes, self._ref(), self.dispatch.execution
@@ -253,13 +299,25 @@ class Runner:
 
         return ProgramAgent(start, forward, finished, recorder)
 
-    async def _run_command(self, turn: int, command: str) -> str:
+    async def _execute(self, exec_id: str, command: str, budget: TimeBudget) -> ExecResult:
+        """Run a command, in the sandbox that is made again where it is lost, which is not the agent's time."""
+        sandboxes, timeout_s = self.station.sandboxes, self.dispatch.harness.command_timeout_s
+        while True:
+            try:
+                return await sandboxes.execute(self._ref(), exec_id, command, timeout_s)
+            except SandboxLostError as loss:
+                budget.pause()
+                try:
+                    await self._recover(loss)
+                finally:
+                    budget.resume()
+
+    async def _run_command(self, turn: int, command: str, budget: TimeBudget) -> str:
         harness = self.dispatch.harness
         exec_id = f"{self.dispatch.execution}-t{turn}"
-        loop = asyncio.get_running_loop()
-        since = loop.time()
+        since = budget.spent_s
         try:
-            result = await self.station.sandboxes.execute(self._ref(), exec_id, command, harness.command_timeout_s)
+            result = await self._execute(exec_id, command, budget)
         except InvalidCommandError as error:
             exit_code, size, timed_out = 2, 0, False
             output = str(error)[: harness.observation_chars]
@@ -276,37 +334,41 @@ class Runner:
             output=output,
             output_bytes=size,
             timed_out=timed_out,
-            duration_s=loop.time() - since,
+            duration_s=budget.spent_s - since,
         )
         return output
 
     async def _verify(self) -> list[EpisodeEvent]:
-        parts: tuple[Part, ...] = ()
-        fault: str | None = None
         reason, detail = self.state.reason, self.state.detail
+        said = Verdict(evaluations=0)
         if self.synthetic:
-            parts = (synthetic.verdict(self.dispatch),)
+            said = Verdict((synthetic.verdict(self.dispatch),))
         elif reason == "infra":
-            fault = detail or "the sandbox is gone"
+            said = Verdict(fault=detail or "the sandbox is gone", evaluations=0)
         elif self.dispatch.task.checks:
-            await self.journal.confirm()
-            sandboxes, ref = self.station.sandboxes, self._ref()
             try:
-                # The checks together may take longer than a lease lasts.
-                async with sandboxes.kept(ref, self.station.replica, at_once=True):
-                    result = await sandboxes.verify(ref, self.dispatch)
+                said = await self._graded()
             except SandboxLostError as error:
-                reason, detail, fault = "infra", str(error), str(error)
-            except InvalidCommandError as error:
-                fault = str(error)
-            else:
-                fault = result.infra_error or (None if result.valid else "not every check could be evaluated")
-                if fault is None:
-                    parts = tuple(
-                        Part(name=part.name, weight=part.weight, value=part.passed, output=part.output)
-                        for part in result.parts
-                    )
-        return [await self.journal.append(Verified, parts=parts, infra_error=fault, reason=reason, detail=detail)]
+                reason, detail = "infra", str(error)
+                said = Verdict(fault=str(error))
+        return [
+            await self.journal.append(
+                Verified,
+                parts=said.parts,
+                infra_error=said.fault,
+                evaluations=said.evaluations,
+                reason=reason,
+                detail=detail,
+            )
+        ]
+
+    async def _graded(self) -> Verdict:
+        """The verdict on what the agent left; raises `SandboxLostError` where that cannot be made again."""
+        while True:
+            try:
+                return await self._grader.final(self._ref())
+            except SandboxLostError as loss:
+                await self._recover(loss)
 
     async def _conclude(self, budget: TimeBudget) -> EpisodeEvent:
         reason = self.state.reason or "agent_error"

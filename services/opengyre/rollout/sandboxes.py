@@ -9,9 +9,9 @@ Awaits: each is woken by an answer; one attempt is bounded by the command's own 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,17 +43,22 @@ MARGIN_S = 10.0
 PATIENCE_S = 5.0
 FAULTS = 5
 """Failures of the machine in a row before its sandbox is given up."""
-VERIFICATIONS = 3
 LOOK_S = 2.0
 ABSENT = 2
 """After so many looks that do not find a program running, its answer is asked for again."""
 OUTPUT_LIMIT = 64 << 10
 
 Reply = TypeVar("Reply")
+Mode = Literal["shared", "separate", "live"]
+"""Of `VerifyRequest`."""
 
 
 class SandboxLostError(Exception):
     """The episode cannot go on in its sandbox."""
+
+
+class SandboxFaultError(SandboxLostError):
+    """The machine of the sandbox failed at what was asked, so often that it is given up."""
 
 
 class InvalidCommandError(Exception):
@@ -127,24 +132,18 @@ class Sandboxes:
         finally:
             await _cancelled(asking)
 
-    async def verify(self, ref: SandboxRef, dispatch: EpisodeDispatch) -> VerifyResult:
-        """Run the task's checks; an evaluation that failed is tried again. Raises `SandboxLostError`."""
-        checks = dispatch.task.checks
-        timeout = dispatch.harness.command_timeout_s
-        result: VerifyResult | None = None
-        for number in range(VERIFICATIONS):
-            request = VerifyRequest(
-                sandbox=ref.sandbox,
-                verify_id=f"{dispatch.execution}-v{number}",
-                checks=checks,
-                timeout_s=timeout,
-            )
-            result = await self._ask(ref.node, "verify", request, VerifyResult, timeout * len(checks) + MARGIN_S)
-            if result.valid:
-                break
-            log.warning("%s: evaluation %d failed: %s", dispatch.execution, number + 1, result.infra_error)
-        assert result is not None
-        return result
+    async def verify(self, ref: SandboxRef, dispatch: EpisodeDispatch, verify_id: str, mode: Mode) -> VerifyResult:
+        """Run the task's checks once; raises `SandboxLostError`, `SandboxFaultError` at the first failure of the
+        machine, or `InvalidCommandError`."""
+        checks, timeout = dispatch.task.checks, dispatch.harness.command_timeout_s
+        request = VerifyRequest(
+            sandbox=ref.sandbox,
+            verify_id=verify_id,
+            checks=checks,
+            timeout_s=timeout,
+            mode=mode,
+        )
+        return await self._ask(ref.node, "verify", request, VerifyResult, timeout * len(checks) + MARGIN_S, faults=1)
 
     async def destroy(self, ref: SandboxRef) -> None:
         """Remove it; if nobody answers now, its lease ends it."""
@@ -157,15 +156,17 @@ class Sandboxes:
             log.info("sandbox %s is left to its lease: %s", ref.sandbox, error)
 
     @contextlib.asynccontextmanager
-    async def kept(self, ref: SandboxRef, owner: str, *, at_once: bool) -> AsyncIterator[None]:
-        """Renew the lease at a third of its time to live, and first `at_once`, for as long as the block lasts."""
+    async def kept(self, held: Callable[[], SandboxRef], owner: str, *, at_once: bool) -> AsyncIterator[None]:
+        """Renew the lease at a third of its time to live, and first `at_once`, for as long as the block lasts, of the
+        sandbox that is `held` then."""
         ttl = float(self.rollout.sandbox_ttl_s)
 
         async def renew() -> None:
-            request = RenewRequest(sandbox=ref.sandbox, owner=owner, ttl_s=ttl)
             if not at_once:
                 await asyncio.sleep(ttl / 3)
             while True:
+                ref = held()
+                request = RenewRequest(sandbox=ref.sandbox, owner=owner, ttl_s=ttl)
                 try:
                     await call(
                         self.bus, SERVICE, ref.node, "renew", request, SandboxRef, timeout_s=5, patience_s=ttl / 3
@@ -183,9 +184,16 @@ class Sandboxes:
             await asyncio.wait([renewing])
 
     async def _ask(
-        self, target: str, verb: str, request: msgspec.Struct, reply: type[Reply], timeout_s: float
+        self,
+        target: str,
+        verb: str,
+        request: msgspec.Struct,
+        reply: type[Reply],
+        timeout_s: float,
+        *,
+        faults: int = FAULTS,
     ) -> Reply:
-        faults = 0
+        failed = 0
         while True:
             try:
                 with self.waits.on(f"the sandbox service ({verb})", timeout_s):
@@ -200,11 +208,11 @@ class Sandboxes:
                 if error.kind == "sandbox_gone":
                     raise SandboxLostError(str(error)) from error
                 if error.kind != "sandbox_busy":
-                    faults += 1
-                    if faults >= FAULTS:
-                        raise SandboxLostError(f"{verb} failed {faults} times: {error}") from error
+                    failed += 1
+                    if failed >= faults:
+                        raise SandboxFaultError(f"{verb} failed {failed} times: {error}") from error
                 log.info("sandbox: %s on %s: %s; trying again", verb, target, error)
-            await asyncio.sleep(min(0.1 * 2**faults, 2.0))
+            await asyncio.sleep(min(0.1 * 2**failed, 2.0))
 
 
 async def _cancelled(task: "asyncio.Task[ExecResult]") -> None:

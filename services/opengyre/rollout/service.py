@@ -1,15 +1,18 @@
 """The rollout service: takes episodes from the work queue and runs each to its end.
 
-Invariants: a dispatch is acknowledged after `Ended` is stored; a dispatch that comes again while its execution is
-live here joins it; on a stop, episodes are stopped between events and given back, so that another replica continues
-them at once.
+Invariants: a dispatch is acknowledged after `Ended` is stored, and becomes a dead letter only after that as well, where
+the log can be written at all, so that no group waits for a member that nobody runs; a dispatch that comes again while
+its execution is live here joins it; on a stop, episodes are stopped between events and given back, so that another
+replica continues them at once.
 
 Awaits: the work loop is woken by a dispatch, a free place, or `stopping`.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from typing import NoReturn
 
 import aiohttp
 from starlette.routing import BaseRoute
@@ -19,12 +22,14 @@ from opengyre.proto.base import Event
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.host import HostStatus
 from opengyre.rollout.endpoint import Endpoints, load_secret
+from opengyre.rollout.giving_up import give_up
 from opengyre.rollout.models import Models
 from opengyre.rollout.router import Router
 from opengyre.rollout.runner import Outcome, Runner, Station
 from opengyre.rollout.sandboxes import Sandboxes
 from opengyre.shared import logs, metrics
-from opengyre.shared.bus import Abandoned, Bucket, Delivery, Rejected, RetryLater, work
+from opengyre.shared.bus import Abandoned, Bucket, Delivery, FencedError, Rejected, RetryLater, work
+from opengyre.shared.bus.consume import HOPELESS
 from opengyre.shared.lifecycle import Context
 
 log = logging.getLogger("gyre.rollout")
@@ -39,6 +44,7 @@ class Rollout:
         self._context = context
         self._endpoints = Endpoints(load_secret(context.state_dir))
         self._live: dict[str, tuple[Runner, asyncio.Task[Outcome]]] = {}
+        self._failures: Counter[str] = Counter()
 
     @property
     def live(self) -> tuple[str, ...]:
@@ -82,7 +88,7 @@ class Rollout:
                     handle,
                     stop=context.stopping,
                     concurrency=settings.max_episodes,
-                    max_deliver=MAX_DELIVER,
+                    max_deliver=2 * MAX_DELIVER,  # it is given up here, before that, unless the log cannot be written
                 )
             finally:
                 for helper in helpers:
@@ -95,7 +101,20 @@ class Rollout:
         if station.stopping.is_set():
             raise RetryLater("this replica stops", 0.0)
         with logs.bound(run=event.run, group=event.group, execution=event.execution):
-            outcome = await self._outcome(station, event)
+            if delivery.deliveries >= HOPELESS - 1:
+                await self._give_up(station, event, f"delivered {delivery.deliveries} times and never finished")
+            try:
+                outcome = await self._outcome(station, event)
+            except (RetryLater, Rejected, Abandoned):
+                raise
+            except Exception as error:
+                self._failures[event.execution] += 1
+                failed = self._failures[event.execution]
+                if failed < MAX_DELIVER:
+                    raise
+                log.exception("%s failed %d times", event.execution, failed)
+                await self._give_up(station, event, f"failed {failed} times: {error!r}")
+        self._failures.pop(event.execution, None)
         match outcome:
             case Outcome.ENDED:
                 return
@@ -103,6 +122,16 @@ class Rollout:
                 raise RetryLater("this replica stops", 0.0)
             case Outcome.FENCED:
                 raise Abandoned(f"{event.execution} has another writer (delivery {delivery.deliveries})")
+
+    async def _give_up(self, station: Station, dispatch: EpisodeDispatch, why: str) -> NoReturn:
+        """End the execution as our failure and make its dispatch a dead letter: raises `Rejected`, or `Abandoned` where
+        another replica has it."""
+        try:
+            await give_up(station.bus, station.waits, station.sandboxes, dispatch, station.replica, why)
+        except FencedError as error:
+            raise Abandoned(f"{dispatch.execution} has another writer") from error
+        self._failures.pop(dispatch.execution, None)
+        raise Rejected(f"{why}; the execution has ended as infra")
 
     async def _outcome(self, station: Station, dispatch: EpisodeDispatch) -> Outcome:
         live = self._live.get(dispatch.execution)
