@@ -264,6 +264,7 @@ def accumulate(
     chunk: int = CHUNK,
     cuts: Collection[int] = (),
     offload: bool = False,
+    block: int = 8192,
     entropy: bool = False,
     base_version: int | None = None,
     reference: Tensor | None = None,
@@ -271,7 +272,7 @@ def accumulate(
     """Add the gradient of `objective` on the forest's events, at the model's weights, to `accumulator` (parameter name
     -> tensor). The model's `.grad` fields are left alone. `base_version` is the version of those weights; `reference`
     holds another policy's log-probs `[events]`. Nothing is added before the loss is there."""
-    walk = Walk(driver, forest, chunk=chunk, cuts=cuts, offload=offload)
+    walk = Walk(driver, forest, chunk=chunk, cuts=cuts, offload=offload, block=block)
     logp, spread = walk.log_probs(entropy=entropy)
     loss, report, g = evaluate(
         objective, logp, event_tensors(forest, logp.device, logp.dtype, base_version=base_version, reference=reference)
