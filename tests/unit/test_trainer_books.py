@@ -5,10 +5,21 @@ import math
 import msgspec
 import pytest
 
+from opengyre.learn.gradient import InvalidSequenceError, check
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
-from opengyre.proto.run import Dispatch, RunSpec
+from opengyre.proto.run import Dispatch, Optimization, RunSpec
 from opengyre.proto.update import UpdateStats
-from opengyre.trainer.books import Held, NegativeStalenessError, fault_of, next_record, parts_of, scale, staleness
+from opengyre.trainer.books import (
+    Held,
+    NegativeStalenessError,
+    fault_of,
+    next_record,
+    parts_of,
+    refusal,
+    scale,
+    staleness,
+    token_weights,
+)
 from opengyre.trainer.learner import Stepped
 from opengyre.trainer.store import Record
 from opengyre.trainer.update import Cell, Contribution, Update
@@ -29,6 +40,12 @@ def held(group: str, version: int, *members: Member, unscored: tuple[str, ...] =
     names = (*(member.execution for member in members), *unscored)
     ready = GroupReady(run="r", group=group, task="t", version=version, members=members, executions=names, **fields)
     return Held(ready, members)
+
+
+def spanned(**changes) -> Member:
+    """With another span."""
+    span = msgspec.structs.replace(SPAN, **changes)
+    return member("g-a", sequences=(Sequence(tokens=(1, 2, 3), spans=(span,)),))
 
 
 GROUPS = {
@@ -145,6 +162,16 @@ def test_staleness_is_measured_and_never_negative() -> None:
         ([member("g-a", sequences=(Sequence(tokens=(1, -2, 3), spans=(SPAN,)),))], "vocabulary of 16"),
         ([member("g-a", sequences=(Sequence(tokens=(1,) * 9, spans=(SPAN,)),))], "9 tokens; the model takes 8"),
         ([member("g-a", sequences=(Sequence(tokens=(1, 2), spans=(SPAN,)),))], r"a: a span is \[1, 3\)"),
+        ([member("g-a", advantage=math.nan)], "g-a: advantage is nan; allowed are finite values"),
+        ([member("g-a", score=math.nan)], "g-a: score is nan; allowed are values from 0 to 1"),
+        ([spanned(logprobs=(-0.5,))], "g-a: .* has 1 log-probs and 2 versions; it needs one for each token"),
+        ([spanned(logprobs=(-0.5, math.nan))], "g-a: logprobs has nan for token 2; allowed are finite values up to 0"),
+        ([spanned(logprobs=(-math.inf, -0.5))], "g-a: logprobs has -inf for token 1; allowed"),
+        ([spanned(logprobs=(0.9, -0.5))], "g-a: logprobs has 0.9 for token 1; allowed"),
+        ([spanned(versions=(1, -1))], "g-a: versions has -1; allowed are values from 0"),
+        ([spanned(temperature=math.inf)], "g-a: a span's temperature is inf; allowed are finite values above 0"),
+        ([spanned(weight=math.nan)], "g-a: a span's weight is nan; allowed"),
+        ([spanned(advantage=math.inf)], "g-a: a span's advantage is inf; allowed"),
     ],
 )
 def test_a_group_that_cannot_be_trained(members: list[Member], fault: str) -> None:
@@ -154,6 +181,66 @@ def test_a_group_that_cannot_be_trained(members: list[Member], fault: str) -> No
     assert found is not None
     with pytest.raises(AssertionError, match=fault):
         raise AssertionError(found)
+
+
+def test_a_token_has_a_loss_in_one_place() -> None:
+    twice = Sequence(tokens=(1, 2, 3), spans=(SPAN, msgspec.structs.replace(SPAN, start=2, end=4)))
+    with pytest.raises(InvalidSequenceError, match=r"a span is \[2, 4\)"):
+        check(twice)
+    with pytest.raises(InvalidSequenceError, match="spans overlap at token 2"):
+        check(msgspec.structs.replace(twice, tokens=(1, 2, 3, 4)))
+
+
+AVERAGED = ("execution", "token", "prompt", "constant")
+
+
+@pytest.mark.parametrize("average", AVERAGED)
+def test_tokens_weigh_what_the_average_of_the_update_says(average) -> None:
+    """In two messages of one group, one of them late, and of a group of which a member has no score."""
+    optimization = Optimization(average=average, constant_tokens=5)
+    spec = msgspec.structs.replace(SPEC, optimization=optimization)
+    messages = {
+        "m1": held("g1", 0, member("g1-e0", trained_tokens=4), member("g1-e1", trained_tokens=10), group_size=3),
+        "m2": held("g1", 0, member("g1-e2", trained_tokens=6), group_size=3, late=True),
+        "m3": held("g2", 0, member("g2-e0", trained_tokens=3), unscored=("g2-e1",), group_size=2),
+    }
+    source = {unit: key for key, one in messages.items() for unit in one.executions}
+    filled = Update(number=1, attempt="t", size=5, grain=2, units=tuple(source), source=source)
+    factor = scale(spec, parts_of(filled, messages))
+    found: dict[str, float] = {}
+    for one in messages.values():
+        found |= token_weights(spec, one, one.executions)
+    wanted = {
+        "execution": (1 / 16, 1 / 40, 1 / 24, 1 / 12),
+        "token": (1 / 23,) * 4,
+        "prompt": (2 / 3 / 14 / 2, 2 / 3 / 14 / 2, 1 / 3 / 6 / 2, 1 / 3 / 2),
+        "constant": (1 / 20,) * 4,
+    }
+    assert tuple(weight * factor for weight in found.values()) == pytest.approx(wanted[average])
+    assert list(found) == ["g1-e0", "g1-e1", "g1-e2", "g2-e0"]
+
+
+def test_a_group_that_was_not_finite_refuses_the_step_and_is_named() -> None:
+    """Its cell left it out of its sum, so the sum itself is finite."""
+    whole = update(3, broken=("g2",))
+    assert refusal(whole) == "non_finite_loss"
+    assert refusal(update(3)) is None
+    before = Record(run="r", version=2, published=0)
+    made = next_record(before, SPEC, whole, GROUPS, Stepped(0.0, "non_finite_loss", 0.5), (), dropped={}, opened_s=1.0)
+    assert made.committed is not None
+    assert (made.committed.skipped, made.committed.learning_rate) == ("non_finite_loss; in g2", 0.5)
+    assert {(c.outcome, c.reason) for c in made.consumed} == {("dropped", "non_finite_gradient")}
+
+
+def test_trainer_and_engine_that_disagree_raise_an_alarm() -> None:
+    quiet, loud = (record(logprob_gap_sum=each, logprob_gap_tokens=10).committed for each in (0.5, 0.6))
+    assert quiet is not None
+    assert quiet.alarm is None
+    assert loud is not None
+    assert loud.alarm == (
+        "trainer and engine are 0.06 nats apart in the mean of 20 tokens of one version; "
+        "optimization.logprob_gap_alarm is 0.05"
+    )
 
 
 def test_a_group_that_can_be_trained() -> None:

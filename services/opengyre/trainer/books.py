@@ -1,5 +1,6 @@
 """What an update amounts to: checks of what came, sums of statistics, the record of a commit. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import msgspec
 from opengyre.learn.gradient import InvalidSequenceError, check
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.ids import group_of
-from opengyre.proto.run import RunSpec
+from opengyre.proto.run import Optimization, RunSpec
 from opengyre.proto.task import GroupConsumed
 from opengyre.proto.update import Committed, UpdateStats
 from opengyre.trainer.frontier import Frontier
@@ -86,20 +87,30 @@ def fault_of(held: Held, *, vocabulary: int, context: int) -> str | None:
     strange = next((name for name in (*names, *held.executions) if group_of(name) != held.ready.group), None)
     if strange is not None or not set(names) <= set(held.executions):
         return f"{strange or 'a member'} is not one of its executions"
-    for member in members:
-        try:
-            for sequence in member.sequences:
-                check(sequence)
-        except InvalidSequenceError as error:
-            return f"{member.execution}: {error}"
-        tokens = sum(span.end - span.start for sequence in member.sequences for span in sequence.spans)
-        if tokens != member.trained_tokens:
-            return f"{member.execution}: trained_tokens is {member.trained_tokens}; its spans have {tokens}"
+    faults = (_member_fault(member, vocabulary, context) for member in members)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _member_fault(member: Member, vocabulary: int, context: int) -> str | None:
+    name = member.execution
+    if not 0 <= member.score <= 1:
+        return f"{name}: score is {member.score}; allowed are values from 0 to 1"
+    if not math.isfinite(member.advantage):
+        return f"{name}: advantage is {member.advantage}; allowed are finite values"
+    try:
         for sequence in member.sequences:
-            if len(sequence.tokens) > context:
-                return f"{member.execution}: a sequence has {len(sequence.tokens)} tokens; the model takes {context}"
-            if not 0 <= min(sequence.tokens, default=0) <= max(sequence.tokens, default=0) < vocabulary:
-                return f"{member.execution}: a token id is outside the vocabulary of {vocabulary}"
+            check(sequence)
+    except InvalidSequenceError as error:
+        return f"{name}: {error}"
+    tokens = sum(span.end - span.start for sequence in member.sequences for span in sequence.spans)
+    if tokens != member.trained_tokens:
+        return f"{name}: trained_tokens is {member.trained_tokens}; its spans have {tokens}"
+    for sequence in member.sequences:
+        if len(sequence.tokens) > context:
+            return f"{name}: a sequence has {len(sequence.tokens)} tokens; the model takes {context}"
+        for token in (min(sequence.tokens, default=0), max(sequence.tokens, default=0)):
+            if not 0 <= token < vocabulary:
+                return f"{name}: token id {token} is outside the vocabulary of {vocabulary}"
     return None
 
 
@@ -175,12 +186,37 @@ def total_stats(update: Update, parts: Sequence[Part], factor: float) -> UpdateS
     )
 
 
+def refusal(update: Update) -> str | None:
+    """Why the sum of the contributions is not to be stepped by: cells left out groups that were not finite."""
+    return "non_finite_loss" if _broken(update) else None
+
+
 def skip_reason(stepped: Stepped, broken: Sequence[str], update: Update) -> str | None:
-    """Why the optimizer did not step, naming the groups whose contributions were not finite."""
+    """Why the optimizer did not step, naming the groups that were not finite, or those that they were summed with.
+
+    `broken`: contributions whose sums are not finite.
+    """
     if stepped.skipped is None:
         return None
+    if known := _broken(update):
+        return f"{stepped.skipped}; in {', '.join(known)}"
     groups = sorted({group_of(unit) for name in broken for unit in update.contributions[name].units})
     return f"{stepped.skipped}; in the contributions of {', '.join(groups)}" if groups else stepped.skipped
+
+
+def _broken(update: Update) -> list[str]:
+    return sorted({group for contribution in update.contributions.values() for group in contribution.stats.broken})
+
+
+def alarm(optimization: Optimization, stats: UpdateStats) -> str | None:
+    """What is wrong with an update's figures, in a sentence: trainer and engine disagree at one version."""
+    gap = stats.logprob_gap_sum / max(1, stats.logprob_gap_tokens)
+    if gap <= optimization.logprob_gap_alarm:
+        return None
+    return (
+        f"trainer and engine are {gap:.3g} nats apart in the mean of {stats.logprob_gap_tokens} tokens of one version; "
+        f"optimization.logprob_gap_alarm is {optimization.logprob_gap_alarm:g}"
+    )
 
 
 def publishes(spec: RunSpec, before: Record) -> bool:
@@ -227,7 +263,9 @@ def next_record(
         unscored=tuple(unit for unit in update.units if unit in update.idle),
         score=stats.score_sum / max(1, len(executions)),
         gradient_norm=finite(stepped.gradient_norm),
+        learning_rate=stepped.learning_rate,
         skipped=skipped,
+        alarm=alarm(spec.optimization, stats),
         stats=stats,
         opened_s=opened_s,
     )

@@ -102,13 +102,18 @@ class Learner:
             else:
                 total.gradients[key] = tensor.double()
 
-    def step(self, total: Total, scale: float, *, update: int = 1, updates: int | None = None) -> Stepped:
+    def step(
+        self, total: Total, scale: float, *, update: int = 1, updates: int | None = None, refused: str | None = None
+    ) -> Stepped:
         """Step by the sum times `scale`, unless it is not finite, or there is none: then nothing changes.
 
-        `update`: its number, of `updates` in the run; the learning rate depends on them.
+        `update`: its number, of `updates` in the run; the learning rate depends on them. `refused`: why it is not to be
+        stepped by, whatever it is.
         """
         rate = learning_rate(self._optimization, update, updates)
         if not total.gradients:
+        if refused is not None:
+            return Stepped(0.0, refused, rate)
             return Stepped(0.0, "no execution of it has a score", rate)
         scaled = {name: tensor * scale for name, tensor in total.gradients.items()}
         set_learning_rate(self.optimizer, rate)

@@ -27,7 +27,7 @@ from opengyre.shared.bus import Bucket, ConflictError, Delivery, View, read
 from opengyre.shared.lifecycle import Context
 from opengyre.trainer import figures
 from opengyre.trainer.announce import announce
-from opengyre.trainer.books import Held, next_record, parts_of, scale, staleness
+from opengyre.trainer.books import Held, next_record, parts_of, refusal, scale, staleness
 from opengyre.trainer.desk import Desk
 from opengyre.trainer.filling import arrivals, burst_left, open_for, stale
 from opengyre.trainer.frontier import Frontier
@@ -65,6 +65,7 @@ class RunTrainer:
         self._frontier = Frontier()
         self._dropped: dict[str, int] = {}
         """Executions that left training since the last commit, each with the size of its group."""
+        self._alarm = figures.Alarm(context.waits)
         self.leave = asyncio.Event()
 
     @property
@@ -98,6 +99,7 @@ class RunTrainer:
             if self.record.finished:
                 await self._mark_finished()
         finally:
+            self._alarm.show(None)
             self._torch.shutdown(wait=False)
 
     async def pull(self, request: PullRequest) -> PullReply:
@@ -274,7 +276,7 @@ class RunTrainer:
 
         def decide() -> None:
             factor = scale(spec, parts_of(update, stock.held))
-            stepped = learner.step(total, factor, update=update.number, updates=spec.updates)
+            stepped = learner.step(total, factor, update=update.number, updates=spec.updates, refused=refusal(update))
             record = next_record(
                 self.record, spec, update, stock.held, stepped, total.broken,
                 dropped=self._dropped, blobs=blobs, opened_s=elapsed,
@@ -288,6 +290,8 @@ class RunTrainer:
         assert committed is not None
         if committed.skipped is not None:
             log.error("update %d did not step: %s", update.number, committed.skipped)
+        if committed.alarm is not None:
+            log.warning("update %d: %s", update.number, committed.alarm)
         self._context.gauges.update(figures.commit(committed))
         log.info("committed version %d: score %.3f", committed.version, committed.score)
 
@@ -330,6 +334,7 @@ class RunTrainer:
             trainer_version=record.version, published_version=record.published, update_executions=0
         )
         figures.VERSION.labels(self.spec.run).set(record.version)
+        self._alarm.show(record.committed.alarm if record.committed is not None else None)
 
     async def _off_loop(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, function, *arguments)

@@ -5,6 +5,7 @@ whole, in whatever parts and order they come (to rounding). Sequences are batche
 tokens. The hidden states of trained tokens are gathered before the output embedding, so logits exist for those only.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -66,21 +67,40 @@ def zero_gradients(model: PolicyModel) -> Gradients:
     return {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in model.named_parameters()}
 
 
+LOGPROB_MAX: Final = 0.1
+"""Above it a log-prob is none, however roughly an engine rounds: a probability, perhaps."""
+
+
 def check(sequence: group.Sequence) -> None:
-    """Raise `InvalidSequenceError` unless every span lies in the sequence, after its first token, with a log-prob, a
-    version and a positive temperature for each token."""
-    for span in sequence.spans:
+    """Raise `InvalidSequenceError`, naming the field, unless spans are apart, lie in the sequence after its first
+    token, and have for each token a finite log-prob and a version."""
+    end = 1
+    for span in sorted(sequence.spans, key=lambda span: span.start):
         if not 1 <= span.start <= span.end <= len(sequence.tokens):
             raise InvalidSequenceError(
                 f"a span is [{span.start}, {span.end}); allowed is a range within [1, {len(sequence.tokens)})"
             )
+        if span.start < end:
+            raise InvalidSequenceError(
+                f"spans overlap at token {span.start}; allowed is a loss in one place for each token"
+            )
+        end = span.end
         if not len(span.logprobs) == len(span.versions) == span.end - span.start:
             raise InvalidSequenceError(
                 f"the span [{span.start}, {span.end}) has {len(span.logprobs)} log-probs and {len(span.versions)} "
                 f"versions; it needs one for each token"
             )
-        if not span.temperature > 0:
-            raise InvalidSequenceError(f"a span's temperature is {span.temperature}; allowed are values above 0")
+        if not 0 < span.temperature < math.inf:
+            raise InvalidSequenceError(f"a span's temperature is {span.temperature}; allowed are finite values above 0")
+        if not 0 <= span.weight < math.inf:
+            raise InvalidSequenceError(f"a span's weight is {span.weight}; allowed are finite values from 0")
+        if span.advantage is not None and not math.isfinite(span.advantage):
+            raise InvalidSequenceError(f"a span's advantage is {span.advantage}; allowed are finite values")
+        for at, logprob in enumerate(span.logprobs, span.start):
+            if not -math.inf < logprob <= LOGPROB_MAX:
+                raise InvalidSequenceError(f"logprobs has {logprob} for token {at}; allowed are finite values up to 0")
+        if min(span.versions, default=0) < 0:
+            raise InvalidSequenceError(f"versions has {min(span.versions)}; allowed are values from 0")
 
 
 def batches(items: Sequence[Item], limit: int = BATCH_TOKENS) -> list[list[Item]]:
