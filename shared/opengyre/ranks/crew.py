@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
-from opengyre.ranks.rank import Answer, Fault, Setup, Work
+from opengyre.ranks.rank import Answer, Fault, Setup, Work, receive, send
 
 GRACE_S: Final = 0.5
 """How long after a first fault others may tell theirs: a rank that died is the cause, not one that lost it."""
@@ -121,8 +121,8 @@ class Crew:
         rank, loop = self._ranks[number], asyncio.get_running_loop()
         try:
             if message is not None:
-                await loop.run_in_executor(self._pool, rank.connection.send, message)
-            return await loop.run_in_executor(self._pool, rank.connection.recv)
+                await loop.run_in_executor(self._pool, send, rank.connection, message)
+            return await loop.run_in_executor(self._pool, receive, rank.connection)
         except (EOFError, OSError):
             code = await _wait(rank.process)
         return f"ended by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -1,6 +1,6 @@
 """One rank: a process that joins its group, then does one piece of work after another for its supervisor.
 
-Messages come and go over a socket, as `multiprocessing` pickles them: both ends are ours. A rank ends when its
+Messages come and go over a socket, pickled: both ends are ours. A rank ends when its
 supervisor does (a thread reads the lifeline, a pipe that only the supervisor holds open), and when the socket closes.
 After work that failed it does nothing more, for its collectives may be out of step with the others', but stays: if it
 ended, the others would fail of that, and the cause would have company.
@@ -11,6 +11,7 @@ lives.
 
 import contextlib
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -61,6 +62,16 @@ class Fault:
     reason: str
 
 
+def send(connection: Connection, message: Any) -> None:
+    # Not `connection.send`: torch would pass tensors as open files, which die with their process.
+    connection.send_bytes(pickle.dumps(message, protocol=5))
+
+
+def receive(connection: Connection) -> Any:
+    """The next message; raises `EOFError` when the other end is gone."""
+    return pickle.loads(connection.recv_bytes())  # noqa: S301 - the other end is our own process
+
+
 def _end_with(lifeline: int) -> None:
     os.read(lifeline, 1)
     os._exit(1)
@@ -87,16 +98,16 @@ def _join(setup: Setup) -> Rank:
 def _serve(supervisor: Connection, setup: Setup) -> None:
     try:
         rank = _join(setup)
-        supervisor.send(Answer(None))
+        send(supervisor, Answer(None))
         while True:
-            work, given = supervisor.recv()
-            supervisor.send(Answer(work(rank, given)))
+            work, given = receive(supervisor)
+            send(supervisor, Answer(work(rank, given)))
     except EOFError:
         return
     except Exception as error:  # noqa: BLE001 - whatever a rank's work raises is the supervisor's to report
-        supervisor.send(Fault(f"{type(error).__name__}: {error}"))
+        send(supervisor, Fault(f"{type(error).__name__}: {error}"))
     with contextlib.suppress(EOFError):
-        supervisor.recv()
+        receive(supervisor)
 
 
 def main() -> None:
