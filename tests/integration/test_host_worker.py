@@ -13,13 +13,14 @@ from opengyre.host.gradients import TorchLearner, items_of
 from opengyre.host.worker import Worker
 from opengyre.learn.codec import unflatten
 from opengyre.learn.gradient import accumulate, zero_gradients
+from opengyre.proto import subjects
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.ids import group_of
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, WorkItem
-from opengyre.proto.weights import Manifest
+from opengyre.proto.weights import Manifest, WeightsRefused
 from opengyre.shared.blobs import Blobs
-from opengyre.shared.bus import Bus, Endpoint, serving
+from opengyre.shared.bus import Bus, Endpoint, read, serving
 from opengyre.shared.lifecycle import Context
 from opengyre.shared.settings import Settings
 from opengyre.tiny.checkpoint import load_pretrained, save_pretrained
@@ -252,6 +253,47 @@ async def test_a_group_that_cannot_be_trained_is_left_out_and_named(bus: Bus, co
         trainer.flushing = True
         await eventually(lambda: bool(trainer.taken))
     assert [held(t) for t in trainer.taken] == [["r-g000001"]]
+
+
+async def test_a_group_that_is_not_finite_is_named_and_leaves_nothing(
+    bus: Bus, context: Context, base: Manifest
+) -> None:
+    """An advantage that overflows float32: the sum holds what came after it, the update will be skipped."""
+    bad = group(1)
+    members = (msgspec.structs.replace(bad.members[0], advantage=1e39), *bad.members[1:])
+    trainer = Trainer(base, [group(0), msgspec.structs.replace(bad, members=members), group(2)])
+    async with trainer.serve(bus), training(context):
+        await eventually(lambda: bool(trainer.taken))
+    (taken,) = trainer.taken
+    assert held(taken) == [f"r-g{number:06d}" for number in range(3)]
+    assert taken.stats.broken == ("r-g000001",)
+    model = load_pretrained(Path(base.directory))
+    last = zero_gradients(model)
+    accumulate(model, items_of(group(2).members, trainer.item(group(2))), last)
+    for name, tensor in (await gradient(context, base, taken)).items():
+        torch.testing.assert_close(tensor, last[name], rtol=1e-4, atol=1e-7)
+
+
+async def test_a_damaged_base_is_refused_told_and_read_again(bus: Bus, context: Context, base: Manifest) -> None:
+    path = Path(base.directory) / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    trainer = Trainer(base, [])
+    trainer.replies = [PullReply(item=trainer.item(group(0)))]
+    async with trainer.serve(bus), training(context):
+
+        async def told() -> list[WeightsRefused]:
+            found = [stored.event() for stored in await read(bus, subjects.WEIGHTS, subjects.weights("r", "refused"))]
+            return [event for event in found if isinstance(event, WeightsRefused)]
+
+        await eventually(told)
+        (refused,) = await told()
+        assert (refused.version, refused.host) == (0, "host0")
+        assert "model.safetensors has the SHA-256" in refused.error
+        path.write_bytes(whole)
+        trainer.work.append(group(0))
+        await eventually(lambda: bool(trainer.taken))
+    assert [held(t) for t in trainer.taken] == [["r-g000000"]]
 
 
 async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Context) -> None:

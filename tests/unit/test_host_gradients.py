@@ -1,15 +1,27 @@
 """What is trained of a group, and its figures."""
 
+import random
+from pathlib import Path
+
 import msgspec
 import pytest
+import torch
 
-from opengyre.host.gradients import figures, items_of
-from opengyre.host.learners import Accumulator, plus
+from opengyre.host.compute import Work, flat, flat_is_cheaper, forest_of, gradient, tree
+from opengyre.host.gradients import executions_of, figures, items_of, zero_gradients
+from opengyre.host.learners import Accumulator, UntrainableError, plus
 from opengyre.learn.gradient import GradientStats
+from opengyre.policy.open import Policy
+from opengyre.policy.stock import build
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest
+from opengyre.tiny.config import TinyConfig
+from opengyre.tiny.model import TinyModel
+from opengyre.treegrad.forest import Path as Worth
+from opengyre.treegrad.forest import build as build_forest
+from support.models import LLAMA, QWEN3
 
 pytestmark = pytest.mark.torch
 
@@ -92,3 +104,120 @@ def test_figures_survive_json_where_a_loss_was_not_finite() -> None:
     stats = figures([member(1.0, 2)], GradientStats(tokens=2, loss=float("nan"), kl_sum=float("inf")), work())
     assert msgspec.json.decode(msgspec.json.encode(stats), type=UpdateStats) == stats
     assert stats.tokens == 2
+
+
+TINY = TinyConfig(vocab_size=32, hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=2)
+MODELS: dict[str, Policy] = {}
+
+
+def policy(kind: str) -> Policy:
+    """A small policy, made once: building a stock model takes a while."""
+    if kind not in MODELS:
+        if kind == "tiny":
+            MODELS[kind] = Policy(TinyModel(TINY, seed=1), "tiny", 32, 512)
+        else:
+            model = build(Path("nowhere"), LLAMA if kind == "llama" else QWEN3)
+            MODELS[kind] = Policy(model, kind, 40, 128)
+    return MODELS[kind]
+
+
+def grown(rng: random.Random, executions: int = 4) -> list[Member]:
+    """Members whose sequences share a prompt, and part of what they sampled."""
+    prompt, common = ([rng.randrange(32) for _ in range(n)] for n in (7, 5))
+    found: list[Member] = []
+    for number in range(executions):
+        sequences: list[Sequence] = []
+        for _ in range(rng.randint(1, 2)):
+            own = [rng.randrange(32) for _ in range(rng.randint(2, 9))]
+            tokens = (*prompt, *(common if rng.random() < 0.5 else ()), *own)
+            start = rng.randint(1, len(tokens) - 2)
+            middle = rng.randint(start + 1, len(tokens))
+            cut = ((start, middle), (middle, len(tokens)))
+            spans = tuple(
+                Span(
+                    start=a, end=b, logprobs=tuple(rng.uniform(-5, -1) for _ in range(b - a)),
+                    versions=(2,) * (b - a), temperature=rng.choice((1.0, 0.7)),
+                    advantage=rng.choice((None, 0.5)), weight=rng.choice((1.0, 0.25)),
+                )
+                for a, b in cut if b > a
+            )  # fmt: skip
+            sequences.append(Sequence(tokens=tokens, spans=spans))
+        trained = sum(span.end - span.start for sequence in sequences for span in sequence.spans)
+        found.append(
+            Member(
+                execution=f"r-g000000-e{number:02d}", score=0.5, advantage=rng.choice((1.0, -0.5)),
+                sequences=tuple(sequences), trained_tokens=trained, path_tokens=trained,
+            )
+        )  # fmt: skip
+    return found
+
+
+def computing(members: list[Member], settings: Optimization) -> Work:
+    return Work(items_of(members, work(optimization=settings)), executions_of(members, settings), settings, 2)
+
+
+SETTINGS = [
+    Optimization(),
+    Optimization(loss="sequence", sequence_low=0.5, sequence_high=2.0),
+    Optimization(loss="truncated", kl=0.1),
+    Optimization(loss="reinforce", max_age=0),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: one.loss)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_two_ways_of_the_tiny_decoder_agree(settings: Optimization, seed: int) -> None:
+    one, members = policy("tiny"), grown(random.Random(seed))
+    other = Policy(TinyModel(TINY, seed=2), "tiny", 32, 512) if settings.kl else None
+    task = computing(members, settings)
+    forest = forest_of(task)
+    sums = [zero_gradients(one.parameters()) for _ in range(2)]
+    wide, narrow = flat(one, task, sums[0], reference=other), tree(one, forest, task, sums[1], reference=other, chunk=3)
+    for name, wanted in sums[0].items():
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(sums[1][name], wanted, rtol=2e-4, atol=2e-7 * float(wanted.abs().max()) + 1e-9)
+    for figure in ("tokens", "loss", "kl_sum", "clipped_tokens", "entropy_sum", "sequences", "logprob_gap_sum"):
+        assert getattr(wide.stats, figure) == pytest.approx(getattr(narrow.stats, figure), rel=1e-4, abs=1e-6)
+    assert narrow.unique_tokens == forest.nodes < wide.unique_tokens == sum(len(i.sequence.tokens) for i in task.items)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_stock_model_goes_through_the_tree_and_parts_add_up(kind: str) -> None:
+    one, members = policy(kind), grown(random.Random(5))
+    task = computing(members, Optimization())
+    whole = zero_gradients(one.parameters())
+    assert gradient(one, task, whole).unique_tokens == forest_of(task).nodes
+    parts = zero_gradients(one.parameters())
+    for member in members:
+        gradient(one, computing([member], Optimization()), parts, chunk=4)
+    for name, wanted in whole.items():
+        torch.testing.assert_close(parts[name], wanted, rtol=2e-3, atol=1e-6 * float(wanted.abs().max()) + 1e-9)
+
+
+def test_the_way_is_chosen_by_cost_and_stock_models_have_one() -> None:
+    ways: list[bool] = []
+    for length in (40, 400):
+        span = Span(start=length - 2, end=length, logprobs=(-1.0,) * 2, versions=(0,) * 2, temperature=1.0)
+        sequence = Sequence(tokens=(1,) * length, spans=(span,))
+        forest = build_forest([
+            Worth(msgspec.structs.replace(sequence, tokens=(*sequence.tokens[:-1], number)), 1.0, 1.0)
+            for number in range(8)
+        ])  # fmt: skip
+        ways.append(flat_is_cheaper(policy("tiny"), forest))
+        assert not flat_is_cheaper(policy("llama"), forest)
+    assert ways == [True, False]
+
+
+def test_a_group_that_cannot_be_put_in_a_forest_is_untrainable() -> None:
+    bad = member(1.0, 2)
+    span = msgspec.structs.replace(bad.sequences[0].spans[0], logprobs=(-1.0,))
+    sequence = msgspec.structs.replace(bad.sequences[0], spans=(span,))
+    bad = msgspec.structs.replace(bad, sequences=(sequence,))
+    with pytest.raises(UntrainableError, match=r"the span \[1, 3\) has 1 log-probs and 2 versions"):
+        gradient(policy("tiny"), computing([bad], Optimization()), {})
+
+
+def test_nothing_to_train_costs_nothing() -> None:
+    into = zero_gradients(policy("llama").parameters())
+    found = gradient(policy("llama"), computing([member(0.0, 2)], Optimization()), into)
+    assert (found.unique_tokens, found.stats.tokens) == (0, 0)

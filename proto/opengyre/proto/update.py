@@ -172,6 +172,8 @@ class WorkItem(Record, frozen=True, kw_only=True):
     attempt: str
     base: Manifest
     """The weights to compute the gradient at (version `update - 1`)."""
+    reference: Manifest | None = None
+    """The weights of the run's initial model, where the loss has a KL term to it."""
     group: GroupReady
     """With the members to train, or a blob that has them among others."""
     executions: tuple[str, ...] = ()

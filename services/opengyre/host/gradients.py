@@ -1,5 +1,8 @@
 """Real gradients of groups, with torch, and their figures.
 
+Invariants: a group whose loss or gradient is not finite leaves nothing in the sum and is named in the figures, by which
+the trainer skips the update; the weights are verified before they are loaded.
+
 Torch computes in one thread, which lives from `open` to `close`.
 
 Awaits: `add` is woken by the end of the thread's work of one item.
@@ -8,22 +11,23 @@ Awaits: `add` is woken by the end of the thread's work of one item.
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
+from opengyre.host.compute import Work, gradient
 from opengyre.host.learners import Accumulator, UntrainableError, counted, plus, trained_of
 from opengyre.learn.codec import flatten
-from opengyre.learn.gradient import GradientStats, InvalidSequenceError, Item, accumulate, zero_gradients
-from opengyre.learn.objective import objective
+from opengyre.learn.gradient import GradientStats, Item
+from opengyre.policy.open import Policy, open_policy
 from opengyre.proto.group import Member
+from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest
-from opengyre.tiny.checkpoint import load_pretrained
-from opengyre.tiny.model import TinyModel
 from opengyre.weights.manifest import verify
 
 
@@ -44,8 +48,7 @@ def token_weight(member: Member, work: WorkItem) -> float:
 def figures(members: Sequence[Member], found: GradientStats, work: WorkItem) -> UpdateStats:
     """The figures of one group; sums over tokens are over those of `trained_of` the members.
 
-    A sum that is not finite is given as 0: JSON has no such numbers. What is wrong shows in the gradient, which the
-    trainer checks and refuses by the group's name.
+    A sum that is not finite is given as 0: JSON has no such numbers. What is wrong is said by `broken`.
     """
     sums = {name: getattr(found, name) for name in UpdateStats.__struct_fields__ if hasattr(found, name)}
     return msgspec.structs.replace(
@@ -58,14 +61,25 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else 0
 
 
-class TorchLearner:
-    """The model at the base version, and gradients at it. `threads` are torch's."""
+def executions_of(members: Sequence[Member], optimization: Optimization) -> list[int]:
+    """For each of `items_of` the members, the number of its execution."""
+    trained = trained_of(members, optimization)
+    return [number for number, member in enumerate(trained) for _ in member.sequences]
 
-    def __init__(self, threads: int) -> None:
+
+class TorchLearner:
+    """The model at the base version, and gradients at it.
+
+    `threads` are torch's; a forest is computed `chunk` tokens at a time, with its keys and values in host memory if
+    `offload`.
+    """
+
+    def __init__(self, threads: int, *, chunk: int = 2048, offload: bool = False) -> None:
         self._threads = threads
+        self._chunk, self._offload = chunk, offload
         self._pool: ThreadPoolExecutor | None = None
-        self._base: Manifest | None = None
-        self._model: TinyModel | None = None
+        self._opened: dict[str, tuple[Manifest, Policy]] = {}
+        """`base` and `reference`: what is loaded of each."""
 
     def open(self) -> None:
         if self._pool is None:
@@ -79,7 +93,7 @@ class TorchLearner:
         return await asyncio.to_thread(flatten, accumulator.gradients)
 
     def close(self) -> None:
-        self._base = self._model = None
+        self._opened = {}
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
@@ -89,35 +103,41 @@ class TorchLearner:
         torch.set_num_threads(self._threads)
         torch.set_flush_denormal(True)
 
-    def model(self, base: Manifest) -> TinyModel:
-        """The policy of `base`, verified; raises `WeightsError` or `ModelDirectoryError`."""
-        if self._model is None or self._base != base:
-            self._model = None
-            verify(base)
-            self._model = load_pretrained(Path(base.directory))
-            self._base = base
-        return self._model
+    def policy(self, manifest: Manifest, use: str = "base") -> Policy:
+        """The policy of this version, verified; raises `WeightsError` or `ModelDirectoryError`."""
+        found = self._opened.pop(use, None)
+        if found is None or found[0] != manifest:
+            found = None  # Two versions need not be in memory at once.
+            verify(manifest)
+            found = (manifest, open_policy(Path(manifest.directory)))
+        self._opened[use] = found
+        return found[1]
 
     def compute(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
         """`add`, in this thread."""
         began = time.monotonic()
-        model = self.model(item.base)
-        _check_vocabulary(members, model.config.vocab_size)
-        into = into or Accumulator(item.update, item.attempt, name, zero_gradients(model))
-        try:
-            found = accumulate(
-                model,
-                items_of(members, item),
-                into.gradients,
-                loss=objective(item.optimization),
-                base_version=item.base.version,
-            )
-        except InvalidSequenceError as error:
-            raise UntrainableError(str(error)) from error
+        policy = self.policy(item.base)
+        reference = self.policy(item.reference, "reference") if item.reference is not None else None
+        _check_vocabulary(members, policy.vocabulary)
+        items = items_of(members, item)
+        work = Work(items, executions_of(members, item.optimization), item.optimization, item.base.version)
+        into = into or Accumulator(item.update, item.attempt, name, zero_gradients(policy.parameters()))
+        found = gradient(policy, work, into.gradients, reference=reference, chunk=self._chunk, offload=self._offload)
+        stats = figures(members, found.stats, item)
+        if not (math.isfinite(found.stats.loss) and all(bool(g.isfinite().all()) for g in into.gradients.values())):
+            # The update is skipped, so what others added before does not count either.
+            for tensor in into.gradients.values():
+                tensor.zero_()
+            stats = msgspec.structs.replace(stats, broken=(item.group.group,))
         into.groups.append(item.group.group)
-        busy = UpdateStats(busy_s=time.monotonic() - began)
-        into.stats = plus(plus(into.stats, figures(members, found, item)), busy)
+        busy = time.monotonic() - began
+        into.stats = plus(into.stats, msgspec.structs.replace(stats, busy_s=busy, unique_tokens=found.unique_tokens))
         return into
+
+
+def zero_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An empty accumulator."""
+    return {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in parameters.items()}
 
 
 def _check_vocabulary(members: Sequence[Member], size: int) -> None:

@@ -14,15 +14,18 @@ has nothing; the blob store.
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from opengyre.host.learners import Accumulator, Learner, UntrainableError, members_of
+from opengyre.proto import subjects
 from opengyre.proto.group import Member
 from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, UpdateStats, WorkItem
+from opengyre.proto.weights import WeightsRefused
 from opengyre.shared.blobs import BlobMissingError
-from opengyre.shared.bus import RpcFailedError, RpcUnavailableError, call
+from opengyre.shared.bus import BusError, RpcFailedError, RpcUnavailableError, call
 from opengyre.shared.lifecycle import Context
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.weights.manifest import WeightsError
@@ -127,10 +130,24 @@ class Worker:
             self._held = held
         except GROUP_FAULTS as error:
             log.error("%s cannot be trained: %s", item.group.group, error)  # noqa: TRY400 - a known fault
+            if isinstance(error, WeightsError):
+                await self._refuse(item, error)
             with self._context.waits.on(f"{item.group.group} to be usable: {error}", FAULT_S):
                 await _until(leave, FAULT_S)
         finally:
             self.group = None
+
+    async def _refuse(self, item: WorkItem, error: WeightsError) -> None:
+        """Tell which weights cannot be used: the trainer writes again what is damaged, and gives the group again."""
+        damaged = {Path(manifest.directory): manifest for manifest in (item.base, item.reference) if manifest}
+        manifest = damaged.get(error.file.parent, item.base)
+        event = WeightsRefused(
+            run=manifest.run, version=manifest.version, host=self._host, boot=self._boot, error=str(error)
+        )
+        try:
+            await self._context.bus.publish(subjects.weights(manifest.run, "refused"), event)
+        except BusError as fault:
+            log.warning("the refusal could not be told: %s", fault)
 
     async def _members(self, item: WorkItem) -> tuple[Member, ...]:
         members = item.group.members

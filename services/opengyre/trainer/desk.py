@@ -144,6 +144,7 @@ class Desk:
             update=self.update.number,
             attempt=self.update.attempt,
             base=self._state.manifest,
+            reference=self._state.reference,
             group=ready,
             executions=units,
             weight=nominal_weight(self._spec),

@@ -70,6 +70,7 @@ class Learner:
         """
         former = directory / FORMER
         self.policy = build(directory) if resume and not former.exists() else open_policy(directory)
+        self.policy.driver()  # Cells would find out that they cannot train it; better now, and by name.
         self.model = self.policy.model
         self.extra = extra_files(directory)
         self._optimization = optimization
@@ -111,9 +112,9 @@ class Learner:
         stepped by, whatever it is.
         """
         rate = learning_rate(self._optimization, update, updates)
-        if not total.gradients:
         if refused is not None:
             return Stepped(0.0, refused, rate)
+        if not total.gradients:
             return Stepped(0.0, "no execution of it has a score", rate)
         scaled = {name: tensor * scale for name, tensor in total.gradients.items()}
         set_learning_rate(self.optimizer, rate)

@@ -7,24 +7,29 @@ and are the same. Blocking: runs in the trainer's torch thread.
 from dataclasses import dataclass
 from pathlib import Path
 
+from opengyre.policy.open import open_policy
 from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest
 from opengyre.shared.lifecycle import Context
 from opengyre.tiny.config import ModelDirectoryError
-from opengyre.trainer.learner import Learner, read_policy, write_policy
+from opengyre.trainer.learner import Learner, extra_files, read_policy, write_policy
 from opengyre.trainer.store import Record, Store, clean_weights, prune_weights
-from opengyre.weights.manifest import damaged
+from opengyre.weights.manifest import damaged, read
 from opengyre.weights.write import version_directory
 
 
 @dataclass(slots=True)
 class State:
+    model: str
+    """Directory of the run's initial model."""
     store: Store
     weights: Path
     learner: Learner
     record: Record
     manifest: Manifest
     keep: int
+    reference: Manifest | None = None
+    """The run's initial model as version 0, where the loss has a KL term to it."""
 
     def commit(self, record: Record) -> None:
         """Make the learner's present state the version of `record`."""
@@ -38,6 +43,8 @@ class State:
         """
         newest = range(self.record.version - self.keep + 1, self.record.version + 1)
         published = {self.record.published, *self._published_before()}
+        if self.reference is not None:
+            published.add(self.reference.version)
         self.store.prune({self.record.published})
         prune_weights(self.weights, {*newest, *published})
 
@@ -46,6 +53,11 @@ class State:
 
         Raises `WeightsError` if the directory holds another version.
         """
+        if self.reference is not None and version == self.reference.version:
+            bad = damaged(Path(self.reference.directory))
+            if bad:
+                self.reference = _write_reference(Path(self.model), self.weights, self.record.run)
+            return bad
         if version not in (self.record.version, self.record.published):
             return []
         directory = version_directory(self.weights, version)
@@ -84,8 +96,18 @@ def open_state(context: Context, spec: RunSpec) -> State:
     weights = context.state_dir.absolute() / "weights" / spec.run
     clean_weights(weights)
     manifest = _write(learner, weights, record)
-    return State(store, weights, learner, record, manifest, context.settings.trainer.keep_checkpoints)
+    reference = _write_reference(Path(spec.model), weights, spec.run) if spec.optimization.kl > 0 else None
+    keep = context.settings.trainer.keep_checkpoints
+    return State(spec.model, store, weights, learner, record, manifest, keep, reference)
 
 
 def _write(learner: Learner, weights: Path, record: Record) -> Manifest:
     return learner.write_weights(version_directory(weights, record.version), record.run, record.version)
+
+
+def _write_reference(model: Path, weights: Path, run: str) -> Manifest:
+    """The initial model as version 0: what is there, unless it is damaged or gone. Raises `ModelDirectoryError`."""
+    directory = version_directory(weights, 0)
+    if not damaged(directory):
+        return read(directory)
+    return write_policy(open_policy(model), extra_files(model), directory, run, 0)

@@ -17,6 +17,7 @@ from opengyre.policy import directory as files
 from opengyre.policy import stock
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError
 from opengyre.tiny.model import TinyModel
+from opengyre.treegrad.drivers import Driver, UndrivableModelError, driver_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class Policy:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter, each once."""
         return dict(self.model.named_parameters())
+
+    def driver(self) -> Driver:
+        """What runs the model chunk by chunk; raises `ModelDirectoryError` for a model that cannot be trained so."""
+        try:
+            return driver_for(self.model)
+        except UndrivableModelError as error:
+            raise ModelDirectoryError(f"{CONFIG_FILE}: this model cannot be trained exactly: {error}") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> what the parameter holds: float32, contiguous."""
