@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from opengyre.proto import codec, ids, subjects
@@ -82,6 +83,13 @@ class FakeHost:
         self.version = 0
         self.state = HostState.ROLLOUT
         self.draining = asyncio.Event()
+        self.streams = False
+        """Whether each token is sent as it is said."""
+        self.hold_after: int | None = None
+        """Of a stream: the tokens after which it waits for `go_on`."""
+        self.go_on = asyncio.Event()
+        self.cut_after: int | None = None
+        """Of a stream: the tokens after which its connection is lost, once."""
         self.requests: list[dict] = []
         self.calls = 0
         self.url = ""
@@ -109,7 +117,14 @@ class FakeHost:
         turns = [at for at, token in enumerate(prompt) if token == self._marker]
         text = " " + self.script[max(0, min(len(turns), len(self.script)) - 1)]
         whole = [*self.tokenizer.encode(text), self.tokenizer.end_id]
-        rest = whole[len(prompt) - turns[-1] - 1 :] if turns else whole
+        begun = prompt[turns[-1] + 1 :] if turns else []
+        if whole[: len(begun)] == begun:
+            rest = whole[len(begun) :]
+        else:  # begun by another's hand, in tokens of its own
+            rest = [*self.tokenizer.encode(text[len(self.tokenizer.decode(begun)) :]), self.tokenizer.end_id]
+        if self.streams and body["stream"]:
+            increments = self._increments(rest[: body["sampling_params"]["max_tokens"]])
+            return StreamingResponse(increments, media_type="text/event-stream")
         said: list[int] = []
         finish = "length"
         self.calls += 1
@@ -134,6 +149,27 @@ class FakeHost:
             "weight_versions": [{"version": str(self.version), "start": 0, "end": len(said)}] if said else [],
         }
         return JSONResponse({"choices": [choice]})
+
+    async def _increments(self, tokens: list[int]) -> AsyncIterator[bytes]:
+        self.calls += 1
+        try:
+            for at, token in enumerate(tokens):
+                if at == self.hold_after:
+                    await self.go_on.wait()
+                if at == self.cut_after:
+                    self.cut_after = None
+                    raise ConnectionResetError("the host is gone")
+                end = "stop" if token == self.tokenizer.end_id else "length"
+                choice = {
+                    "token_ids": [token],
+                    "logprobs": {"content": [{"token_id": token, "logprob": -0.5}]},
+                    "finish_reason": end if at == len(tokens) - 1 else None,
+                    "weight_versions": [{"version": str(self.version), "start": at, "end": at + 1}],
+                }
+                yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+                await asyncio.sleep(self.delay_s)
+        finally:
+            self.calls -= 1
 
     @contextlib.asynccontextmanager
     async def up(self) -> AsyncIterator["FakeHost"]:
