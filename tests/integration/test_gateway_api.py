@@ -270,7 +270,7 @@ def committed(update: int) -> Committed:
     return Committed(
         run="demo", update=update, attempt="a", version=update, published=update % 2 == 0, groups=("demo-g000000",),
         executions=("demo-g000000-e00",), staleness=(0, 2), score=0.5, gradient_norm=1.0,
-        stats=UpdateStats(tokens=10, clipped_tokens=1, kl_sum=0.5), opened_s=1.5,
+        stats=UpdateStats(tokens=10, clipped_tokens=1, kl_sum=0.5, token_versions={0: 4, 2: 6}), opened_s=1.5,
     )  # fmt: skip
 
 
@@ -282,6 +282,8 @@ async def test_updates_and_progress_come_from_the_stream(gateway: Running, bus: 
     assert [update["update"] for update in page["updates"]] == [1, 2]
     assert page["updates"][1]["staleness_mean"] == 1.0
     assert page["updates"][1]["clip_fraction"] == pytest.approx(0.1)
+    assert page["updates"][1]["token_versions"] == {"0": 4, "2": 6}
+    assert page["updates"][1]["alarm"] is None
     rest = await gateway.given(200, "GET", f"/v1/updates?run=demo&after={page['next']}")
     assert ([update["update"] for update in rest["updates"]], rest["next"]) == ([3], None)
     progress = (await gateway.given(200, "GET", "/v1/runs/demo"))["progress"]

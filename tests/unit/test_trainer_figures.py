@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 
 from opengyre.proto.update import Committed, UpdateStats
 from opengyre.shared.waits import Waits
-from opengyre.trainer.figures import Alarm, commit, effective_share
+from opengyre.trainer.figures import Alarm, commit
 
 STATS = UpdateStats(
     tokens=10, masked_tokens=2, clipped_tokens=4, kl_sum=0.8, reference_kl_sum=1.6, entropy_sum=5.0, ratio_sum=8.0,
@@ -50,8 +50,8 @@ def test_tokens_are_counted_by_age() -> None:
 
 
 def test_an_update_without_tokens_has_figures() -> None:
-    assert effective_share(UpdateStats()) == 0.0
-    assert effective_share(UpdateStats(tokens=3, masked_tokens=3)) == 0.0
+    assert UpdateStats().effective_share == 0.0
+    assert UpdateStats(tokens=3, masked_tokens=3).effective_share == 0.0
     assert all(map(math.isfinite, commit(committed("none")).values()))
 
 

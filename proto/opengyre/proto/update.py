@@ -52,6 +52,17 @@ class UpdateStats(Record, frozen=True, kw_only=True):
     broken: tuple[str, ...] = ()
     """Groups whose loss or gradient was not finite: nothing of them is in the sum, and the update is skipped."""
 
+    @property
+    def live_tokens(self) -> int:
+        """Tokens that had a loss."""
+        return self.tokens - self.masked_tokens
+
+    @property
+    def effective_share(self) -> float:
+        """Effective over live tokens: Kish's effective sample size of the importance ratios; 1 where all are equal."""
+        square = self.ratio_square_sum * self.live_tokens
+        return self.ratio_sum**2 / square if square > 0 else 0.0
+
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
         sums = {
             name: getattr(self, name) + getattr(other, name)

@@ -205,6 +205,9 @@ def _lines(new: list[dict[str, Any]], json: bool) -> None:
                 f"update {update['update']}: score {number(update['score'], 3)}, version {update['version']}, "
                 f"d {number(update['staleness_mean'])}, {update['tokens']} tokens, {number(update['seconds'], 1)} s"
             )
+            for what in ("skipped", "alarm"):
+                if update.get(what) is not None:
+                    console.print(f"update {update['update']}: {what}: {update[what]}")
 
 
 def _look_until_over(followed: Followed, show: Any) -> None:

@@ -54,7 +54,9 @@ RUN_LIST: dict[str, Any] = {"runs": [SPEC], "next": None}
 UPDATE: dict[str, Any] = {
     "update": 12, "version": 12, "published": True, "score": 0.71, "groups": 8, "executions": 64,
     "staleness_mean": 1.0, "staleness_max": 2, "tokens": 5120, "loss": -0.012, "kl": 0.004, "entropy": 0.61,
-    "clip_fraction": 0.03, "gradient_norm": 0.42, "skipped": None, "seconds": 1.9, "sequence": 97,
+    "clip_fraction": 0.03, "gradient_norm": 0.42, "learning_rate": 0.0002, "logprob_gap": 0.00001, "reference_kl": 0.0,
+    "effective_share": 0.98, "masked_tokens": 0, "unique_tokens": 9100, "path_tokens": 21400,
+    "token_versions": {"10": 1900, "11": 3220}, "skipped": None, "alarm": None, "seconds": 1.9, "sequence": 97,
 }  # fmt: skip
 UPDATE_LIST: dict[str, Any] = {"run": "demo", "updates": [UPDATE], "next": None}
 ACCEPTED: dict[str, Any] = {

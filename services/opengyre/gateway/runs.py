@@ -79,7 +79,23 @@ class UpdateSummary(msgspec.Struct, frozen=True, kw_only=True):
     entropy: float
     clip_fraction: float
     gradient_norm: float
+    learning_rate: float | None
+    logprob_gap: float
+    """Mean |trainer log-prob - engine log-prob| over tokens of one version, nats."""
+    reference_kl: float
+    effective_share: float
+    """Effective over trained tokens, by importance ratios; 1 where all are equal."""
+    masked_tokens: int
+    """Too old to have a loss."""
+    unique_tokens: int
+    """That the gradient was computed of, shared prefixes once."""
+    path_tokens: int
+    """Of all calls, without sharing."""
+    token_versions: dict[int, int]
+    """Version -> tokens that it sampled."""
     skipped: str | None
+    alarm: str | None
+    """What is wrong with its figures."""
     seconds: float
     sequence: int
 
@@ -94,7 +110,7 @@ class UpdateList(msgspec.Struct, frozen=True, kw_only=True):
 def summary_of(event: Committed, sequence: int) -> UpdateSummary:
     """What is shown of a commit."""
     stats = event.stats
-    tokens = max(1, stats.tokens)
+    tokens, live = max(1, stats.tokens), max(1, stats.live_tokens)
     return UpdateSummary(
         update=event.update,
         version=event.version,
@@ -106,11 +122,20 @@ def summary_of(event: Committed, sequence: int) -> UpdateSummary:
         staleness_max=max(event.staleness, default=None),
         tokens=stats.tokens,
         loss=stats.loss,
-        kl=stats.kl_sum / tokens,
+        kl=stats.kl_sum / live,
         entropy=stats.entropy_sum / tokens,
-        clip_fraction=stats.clipped_tokens / tokens,
+        clip_fraction=stats.clipped_tokens / live,
         gradient_norm=event.gradient_norm,
+        learning_rate=event.learning_rate,
+        logprob_gap=stats.logprob_gap_sum / max(1, stats.logprob_gap_tokens),
+        reference_kl=stats.reference_kl_sum / live,
+        effective_share=stats.effective_share,
+        masked_tokens=stats.masked_tokens,
+        unique_tokens=stats.unique_tokens,
+        path_tokens=stats.path_tokens,
+        token_versions=stats.token_versions,
         skipped=event.skipped,
+        alarm=event.alarm,
         seconds=event.opened_s,
         sequence=sequence,
     )

@@ -9,7 +9,7 @@ from typing import Final
 from prometheus_client import Counter, Gauge, Histogram
 
 from opengyre.proto.ids import group_of
-from opengyre.proto.update import Committed, UpdateStats
+from opengyre.proto.update import Committed
 from opengyre.shared.metrics import WEIGHT_VERSION
 from opengyre.shared.waits import Waits
 
@@ -49,17 +49,11 @@ OLD: Final = 16
 """Ages from here on are one series."""
 
 
-def effective_share(stats: UpdateStats) -> float:
-    """Effective over trained tokens: Kish's effective sample size of the importance ratios; 1 where all are equal."""
-    tokens = stats.tokens - stats.masked_tokens
-    return stats.ratio_sum**2 / (stats.ratio_square_sum * tokens) if tokens > 0 and stats.ratio_square_sum > 0 else 0.0
-
-
 def commit(event: Committed) -> dict[str, float]:
     """Set the metrics; return the figures of the status page."""
     stats, run = event.stats, event.run
     tokens = max(stats.tokens, 1)
-    live = max(stats.tokens - stats.masked_tokens, 1)
+    live = max(stats.live_tokens, 1)
     figures = {
         "score": event.score,
         "gradient_norm": event.gradient_norm,
@@ -69,7 +63,7 @@ def commit(event: Committed) -> dict[str, float]:
         "clip_fraction": stats.clipped_tokens / live,
         "logprob_gap": stats.logprob_gap_sum / max(stats.logprob_gap_tokens, 1),
         "reference_kl": stats.reference_kl_sum / live,
-        "effective_share": effective_share(stats),
+        "effective_share": stats.effective_share,
         "learning_rate": event.learning_rate or 0.0,
         "logprob_gap_alarm": float(event.alarm is not None),
     }
@@ -87,7 +81,7 @@ def commit(event: Committed) -> dict[str, float]:
     for version, count in stats.token_versions.items():
         age = event.version - 1 - version
         TOKEN_AGES.labels(run, str(age) if age < OLD else f"{OLD}+").inc(count)
-    TOKENS.labels(run).inc(stats.tokens - stats.masked_tokens)
+    TOKENS.labels(run).inc(stats.live_tokens)
     MASKED.labels(run).inc(stats.masked_tokens)
     UNIQUE_TOKENS.labels(run).inc(stats.unique_tokens)
     PATH_TOKENS.labels(run).inc(stats.path_tokens)
