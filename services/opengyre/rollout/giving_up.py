@@ -15,18 +15,15 @@ from opengyre.proto.traj import Call, Ended, SandboxOpened
 from opengyre.rollout.journal import Journal
 from opengyre.rollout.sandboxes import Sandboxes
 from opengyre.shared import metrics
-from opengyre.shared.bus import Bus
-from opengyre.shared.waits import Waits
 
 log = logging.getLogger("gyre.rollout")
 
 
-async def give_up(
-    bus: Bus, waits: Waits, sandboxes: Sandboxes, dispatch: EpisodeDispatch, replica: str, why: str
-) -> None:
-    """End the execution, if it has not ended; `why` is kept in its log. Raises `FencedError` where another replica is
-    its writer."""
-    journal = Journal(bus, waits, dispatch)
+async def give_up(journal: Journal, sandboxes: Sandboxes, dispatch: EpisodeDispatch, replica: str, why: str) -> None:
+    """End the execution, if it has not ended; `why` is kept in its log. `journal` is its, and new.
+
+    Raises `FencedError` where another replica is its writer.
+    """
     before = await journal.load(readable=True)
     if any(isinstance(event, Ended) for event in before):
         return

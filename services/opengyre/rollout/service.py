@@ -127,7 +127,7 @@ class Rollout:
         """End the execution as our failure and make its dispatch a dead letter: raises `Rejected`, or `Abandoned` where
         another replica has it."""
         try:
-            await give_up(station.bus, station.waits, station.sandboxes, dispatch, station.replica, why)
+            await give_up(Runner(station, dispatch).journal, station.sandboxes, dispatch, station.replica, why)
         except FencedError as error:
             raise Abandoned(f"{dispatch.execution} has another writer") from error
         self._failures.pop(dispatch.execution, None)
