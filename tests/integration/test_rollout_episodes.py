@@ -14,7 +14,9 @@ from opengyre.proto.traj import Call, Ended, Resumed, TakenOver, Verified
 from opengyre.rollout.journal import Journal
 from opengyre.rollout.restore import MOST
 from opengyre.shared import metrics
+from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bus, FencedError, RpcFailedError
+from opengyre.shared.settings import CacheSettings
 from opengyre.shared.waits import Waits
 from support import eventually
 from support.rollout_fakes import Stack, dispatch
@@ -197,12 +199,13 @@ async def test_a_replaced_writer_stops_at_once(stack: Stack) -> None:
 
 async def test_two_replicas_that_begin_at_once_are_one_writer(stack: Stack) -> None:
     """Rivals of the same attempt must not take each other's first append for their own in-doubt one."""
-    one, two = (Journal(stack.bus, Waits(), dispatch()) for _ in range(2))
+    blobs = Blobs(stack.folder / "blobs", CacheSettings())
+    one, two = (Journal(stack.bus, Waits(), dispatch(), blobs) for _ in range(2))
     assert await one.load() == await two.load() == []
     await one.begin("one")
     with pytest.raises(FencedError):
         await two.begin("two")
-    three, four = (Journal(stack.bus, Waits(), dispatch()) for _ in range(2))
+    three, four = (Journal(stack.bus, Waits(), dispatch(), blobs) for _ in range(2))
     await three.load()
     await four.load()
     await four.begin("four")

@@ -1,13 +1,16 @@
 """The journal over a bus in memory: what becomes of an append whose caller is stopped."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from opengyre.proto.examples import DISPATCH
 from opengyre.proto.traj import Resumed, Suspended
 from opengyre.rollout.journal import Journal
+from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import FencedError
+from opengyre.shared.settings import CacheSettings
 from opengyre.shared.waits import Waits
 
 
@@ -34,8 +37,9 @@ async def bus() -> SlowBus:
 
 
 @pytest.fixture
-async def journal(bus: SlowBus) -> Journal:
-    return Journal(bus, Waits(), DISPATCH)  # type: ignore[arg-type]  # a fake in the bus's place
+async def journal(bus: SlowBus, tmp_path: Path) -> Journal:
+    blobs = Blobs(tmp_path, CacheSettings())
+    return Journal(bus, Waits(), DISPATCH, blobs)  # type: ignore[arg-type]  # a fake in the bus's place
 
 
 async def stopped(appending: "asyncio.Task[object]") -> None:

@@ -26,6 +26,7 @@ from opengyre.proto.traj import (
     Verified,
     VersionSpan,
 )
+from opengyre.shared.blobs import BlobMissingError
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, score_of
 from opengyre.trajectory.assemble import assemble as parts_of
 from opengyre.trajectory.replay import replay_groups, run
@@ -174,17 +175,21 @@ def test_shuffled_and_duplicated_events_make_the_same_bytes(values, turns, rng: 
         assert codec.encode(again.ready) == codec.encode(expected.ready)
 
 
-def test_replay_makes_the_groups_again_and_passes_over_what_is_not_whole() -> None:
+async def no_blob(ref: str) -> bytes:
+    raise BlobMissingError(ref)
+
+
+async def test_replay_makes_the_groups_again_and_passes_over_what_is_not_whole() -> None:
     events = group(1.0, 0.0)
     other = [msgspec.structs.replace(e, group="r-g000002") for e in group(1.0, 0.0)[:3]]
     source = io.BytesIO(b"\n".join(codec.encode(e) for e in [*other, *reversed(events)]))
     target = io.BytesIO()
-    assert run(source, target) == 1
+    assert await run(source, target, no_blob) == 1
     ready = assemble(events).ready
     assert target.getvalue() == codec.encode(ready) + b"\n"  # type: ignore[arg-type]  # events of the union, built or decoded
     assert replay_groups(events) == [ready]
     with pytest.raises(codec.UndecodableError, match="line 1"):
-        run(io.BytesIO(b"{"), io.BytesIO())
+        await run(io.BytesIO(b"{"), io.BytesIO(), no_blob)
 
 
 OVERDUE = Overdue(run="r", group=GROUP)

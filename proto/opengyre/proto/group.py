@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from opengyre.proto import subjects
 from opengyre.proto.base import Event, Record
+from opengyre.proto.traj import Media
 
 
 class Span(Record, frozen=True, kw_only=True):
@@ -27,6 +28,15 @@ class Span(Record, frozen=True, kw_only=True):
     """Of each of its tokens, relative to the others of the execution: 1 in the mean over what is trained of it."""
 
 
+class RouteRows(Record, frozen=True, kw_only=True):
+    """Recorded routes of experts, of tokens `[start, end)` of a sequence: rows from `first` on of a blob."""
+
+    start: int
+    end: int
+    blob: str
+    first: int
+
+
 class Sequence(Record, frozen=True, kw_only=True):
     """A root-to-leaf path of an execution's tree. A token has a loss in at most one sequence."""
 
@@ -34,6 +44,11 @@ class Sequence(Record, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
     role: str = "main"
     """`main`, `main-summary`, `sub-agent` or `sub-agent-summary`: whose path it is."""
+    adapter: str | None = None
+    """That it was sampled under. Sequences share what they compute only if this, media and routes are the same."""
+    media: tuple[Media, ...] = ()
+    routes: tuple[RouteRows, ...] = ()
+    """In order; where there are any, each token but the last of what is trained has its row."""
 
 
 class Member(Record, frozen=True, kw_only=True):

@@ -5,7 +5,9 @@ execution's log from 0 without gaps, and is appended with the expected last sequ
 that a writer that was replaced is refused. An attempt is one writer's tenure.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
+
+import msgspec
 
 from opengyre.proto import subjects
 from opengyre.proto.base import Event, Record
@@ -75,6 +77,51 @@ class ToolCall(Record, frozen=True, kw_only=True):
     """The JSON text that was sampled, byte for byte."""
 
 
+class Media(Record, frozen=True, kw_only=True):
+    """An image or such in a prompt. Two of the same placeholder tokens are not the same prompt."""
+
+    position: int
+    """Place in the whole prompt of the first token that stands for it."""
+    hash: str
+    """Of its content, as the engine names it."""
+
+
+class Routes(Record, frozen=True, kw_only=True):
+    """Which experts a policy of many experts took, as the engine recorded it, for training to take the same.
+
+    The last sampled token was not run through the model when the call ended, so its row is not here: the call that goes
+    on from there has it, from its prefill.
+    """
+
+    blob: str
+    """`sha256:...` of the rows, one a token."""
+    start: int
+    """Place on the path (prompt and completion) of the first row's token: at most `prefix_tokens`, and below where the
+    parent ended without the row of its last token."""
+    rows: int
+    versions: tuple[VersionSpan, ...]
+    """Of the sampled tokens: the weight versions that these rows are of. Training needs the log-probs' to be the same;
+    a call that was sampled again in part after it was moved has mixed ones."""
+
+
+class Bulk(Record, frozen=True, kw_only=True):
+    """Where the ids of a call are that are too large for a message."""
+
+    blob: str
+    """`sha256:...` of JSON with `prompt_ids`, `sampled_ids` and `logprobs`, which the event has empty."""
+    prompt_ids: int
+    """How many."""
+    sampled_ids: int
+
+
+class BulkIds(Record, frozen=True, kw_only=True):
+    """The content of such a blob."""
+
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 Transition = Literal["root", "extend", "branch", "realign", "fork"]
 """How a prompt stands to the calls before it. `extend`: it begins with all of its parent. `realign`: so it does after a
 history that was written differently was put back in its own tokens. `fork`: the history was rewritten. `branch`: it
@@ -132,6 +179,24 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     forced: int = 0
     """How many of the prompt's last tokens begin the answer: put there because the request forces a tool call, part of
     what the agent sees, sampled by nobody."""
+    adapter: str | None = None
+    """The adapter that it was sampled under; None: none."""
+    media: tuple[Media, ...] = ()
+    """Of the prompt's new tokens, by place."""
+    routes: Routes | None = None
+    bulk: Bulk | None = None
+    """Where the ids are if they are not here."""
+
+
+C = TypeVar("C", bound=Call)
+
+
+def unpack(call: C, content: bytes) -> C:
+    """The call with its ids, from the content of its blob. Raises `msgspec.DecodeError` for what is none."""
+    ids = msgspec.json.decode(content, type=BulkIds)
+    return msgspec.structs.replace(
+        call, prompt_ids=ids.prompt_ids, sampled_ids=ids.sampled_ids, logprobs=ids.logprobs, bulk=None
+    )
 
 
 PROGRAM = -1

@@ -72,8 +72,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-async def to_processor(messages: AsyncIterator[Stored], out: BinaryIO) -> int:
-    """Feed a fresh trajectory processor and copy the groups that it makes to `out`; return how many events it got."""
+async def to_processor(messages: AsyncIterator[Stored], out: BinaryIO, state_dir: Path | None = None) -> int:
+    """Feed a fresh trajectory processor and copy the groups that it makes to `out`; return how many events it got.
+    `state_dir`: of the stack whose blobs it reads, if not that of the settings."""
+    environment = dict(os.environ) if state_dir is None else {**os.environ, "GYRE_STATE_DIR": str(state_dir)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -81,6 +83,7 @@ async def to_processor(messages: AsyncIterator[Stored], out: BinaryIO) -> int:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env=environment,
     )
     count = 0
     try:

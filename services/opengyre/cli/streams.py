@@ -220,7 +220,7 @@ def replay(
         async with connected(nats, state_dir) as bus, _past(bus, selection, after, start) as messages:
             again = paced(messages, pace)
             if into is not None:
-                return await to_processor(again, sys.stdout.buffer)
+                return await to_processor(again, sys.stdout.buffer, state_dir)
             if out is not None:
                 return await to_file(again, selection.stream, out)
             return await to_terminal(again, _shower(selection.stream, json, full))

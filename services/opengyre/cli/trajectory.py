@@ -22,9 +22,11 @@ from opengyre.cli.stack import StackError
 from opengyre.cli.stream_read import connected
 from opengyre.cli.streams import NatsOption, run_bounded
 from opengyre.cli.trajectory_export import WRITERS, export
-from opengyre.cli.trajectory_files import forest_for, open_log
+from opengyre.cli.trajectory_files import blob_store, forest_for, open_log
 from opengyre.cli.trajectory_show import plain, show
 from opengyre.formats import READERS, FormatError, TreeReport, read_tree
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.settings import CacheSettings
 
 FILES = "A log: " + ", ".join(READERS) + "."
 
@@ -44,6 +46,10 @@ def tree(
         Path | None,
         typer.Option(help="Directory with a tokenizer.json: a tree of tokens also where the log has messages only."),
     ] = None,
+    blobs: Annotated[
+        Path | None,
+        typer.Option(help="Blob store, for ids that were too large for their event; default: the stack's."),
+    ] = None,
     calls: Annotated[bool, typer.Option("--calls", help="Also tell what became of each call.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -53,7 +59,7 @@ def tree(
     """
     if format_name is not None and format_name not in READERS:
         raise StackError(f"--format is {format_name!r}; allowed are {', '.join(READERS)}")
-    source, forest = open_log(file), forest_for(tokenizer)
+    source, forest = open_log(file, blobs or blob_store(None)), forest_for(tokenizer)
     try:
         report = read_tree(source, forest, format_name, per_call=calls)
     except FormatError as error:
@@ -102,8 +108,8 @@ def export_command(
         raise StackError(f"--out is {str(out)!r}; allowed is the name of a file to write")
 
     async def work() -> tuple[int, int]:
-        async with connected(nats, state_dir) as bus:
-            return await export(bus, execution, run, out, WRITERS[format_name])
+        async with connected(nats, state_dir) as bus, Blobs(blob_store(state_dir), CacheSettings()) as blobs:
+            return await export(bus, blobs, execution, run, out, WRITERS[format_name])
 
     executions, calls = run_bounded(work())
     if json:

@@ -17,6 +17,8 @@ from opengyre.cli.stream_select import SelectionError
 from opengyre.formats.export import COLUMNS, Recorded, atif_document, rows
 from opengyre.proto import codec, subjects
 from opengyre.proto.ids import BadIdentifierError, check_run, check_token, group_of, run_of
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bulk import fill
 from opengyre.shared.bus import Bus, read
 
 NEEDED = "--format {} needs the library {}: pip install 'opengyre[formats]'"
@@ -35,7 +37,7 @@ class Writer(Protocol):
 
 
 async def export(
-    bus: Bus, execution: str | None, run: str | None, out: Path, opened: Callable[[BinaryIO, bool], Any]
+    bus: Bus, blobs: Blobs, execution: str | None, run: str | None, out: Path, opened: Callable[[BinaryIO, bool], Any]
 ) -> tuple[int, int]:
     """Write an execution, or all of a run, by the writer that `opened` gives; returns executions and calls."""
     names = [name async for name in _executions(bus, execution, run)]
@@ -45,7 +47,7 @@ async def export(
     calls = 0
     with replacing(out) as file, opened(file, execution is not None) as writer:
         for name in names:
-            calls += writer.take(name, await _log(bus, name))
+            calls += writer.take(name, await _log(bus, blobs, name))
     return len(names), calls
 
 
@@ -65,7 +67,7 @@ async def _executions(bus: Bus, execution: str | None, run: str | None) -> Async
         yield name
 
 
-async def _log(bus: Bus, execution: str) -> list[Recorded]:
+async def _log(bus: Bus, blobs: Blobs, execution: str) -> list[Recorded]:
     group = group_of(execution)
     stored = await read(bus, subjects.TRAJ, subjects.traj(run_of(group), group, execution, "*"))
     found: list[Recorded] = []
@@ -73,7 +75,8 @@ async def _log(bus: Bus, execution: str) -> list[Recorded]:
         # What cannot be decoded is left out here as it is by the processor, which refuses the execution for it.
         with contextlib.suppress(codec.UndecodableError):
             found.append(Recorded(message.timestamp, message.event()))
-    return found
+    filled = await fill(blobs.get, [one.event for one in found])
+    return [Recorded(one.time, event) for one, event in zip(found, filled, strict=True)]
 
 
 class _Atif:

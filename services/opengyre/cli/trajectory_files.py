@@ -6,22 +6,43 @@ from pathlib import Path
 
 from opengyre.cli.stack import StackError
 from opengyre.formats import Forest, Source
+from opengyre.shared.blobs import reference
+from opengyre.shared.settings import load
 
 MAX_BESIDE = 2**30
 """Bytes of a file that a log refers to."""
+BLOB = "sha256:"
 SUBAGENTS = "subagents"
 """Where Claude Code keeps the logs of a session's sub-agents, in a folder named after the session."""
 
 
-def open_log(path: Path) -> Source:
-    """The log in `path`; raises `StackError` of one sentence."""
+def blob_store(state_dir: Path | None) -> Path:
+    """Where the stack keeps its blobs."""
+    return (state_dir or load().state_dir) / "blobs"
+
+
+def open_log(path: Path, blobs: Path | None = None) -> Source:
+    """The log in `path`, and what lies beside it, or as a blob in `blobs`; raises `StackError` of one sentence."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     except OSError as error:
         raise StackError(f"{path} cannot be read: {error.strerror}") from error
-    return Source(path.name, data, _beside(path))
+    beside = _beside(path)
+
+    def named(name: str) -> bytes | None:
+        return _blob(blobs, name) if name.startswith(BLOB) and blobs is not None else beside(name)
+
+    return Source(path.name, data, named)
+
+
+def _blob(blobs: Path, ref: str) -> bytes | None:
+    digest = ref.removeprefix(BLOB)
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        return None
+    content = _content(blobs / digest[:2] / digest, blobs.resolve())
+    return content if content is not None and reference(content) == ref else None
 
 
 def _beside(path: Path) -> Callable[[str], bytes | None]:

@@ -5,6 +5,8 @@ Invariants:
   refused, `fenced` is set, and nothing more of it is stored.
 - An append that has begun is finished, also when who asked for it is cancelled: its outcome decides what comes next,
   and `claim` has what was stored for nobody.
+- Ids that are too large for a message are a blob on disk before their event is stored; who appends and who loads has
+  them in the event.
 - While the broker does not answer, the same append is repeated under the same id; nothing is lost and nothing twice.
 
 Awaits: `append` is woken by the broker's acknowledgement; `settled` by the end of an append under way.
@@ -15,16 +17,34 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from opengyre.proto import codec, subjects
 from opengyre.proto.base import Event, tag_of
 from opengyre.proto.episode import EpisodeDispatch
-from opengyre.proto.traj import AnyTrajEvent, Started, TakenOver
+from opengyre.proto.traj import AnyTrajEvent, Call, Started, TakenOver
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bulk import fill, pack
 from opengyre.shared.bus import Bus, BusUnavailableError, FencedError, Stored, read
 from opengyre.shared.waits import Waits
 
 log = logging.getLogger("gyre.rollout.journal")
 
 E = TypeVar("E", bound=AnyTrajEvent)
+
+
+def without_lost(events: list[AnyTrajEvent]) -> list[AnyTrajEvent]:
+    """The log, where the ids of calls whose blob is missing, and of what goes on from them, are no history that a
+    prompt is made from: what they said is written anew from its text."""
+    lost: set[str] = set()
+    found: list[AnyTrajEvent] = []
+    for event in events:
+        if isinstance(event, Call) and (event.bulk is not None or event.parent in lost):
+            lost.add(event.call)
+            found.append(msgspec.structs.replace(event, history_digest=""))
+        else:
+            found.append(event)
+    return found
 
 
 def _event(message: Stored, *, readable: bool) -> Event | None:
@@ -39,8 +59,9 @@ def _event(message: Stored, *, readable: bool) -> Event | None:
 class Journal:
     """Appends to one execution's log. Its order of use: `load`, `begin`, then the rest."""
 
-    def __init__(self, bus: Bus, waits: Waits, dispatch: EpisodeDispatch) -> None:
+    def __init__(self, bus: Bus, waits: Waits, dispatch: EpisodeDispatch, blobs: Blobs) -> None:
         self._bus = bus
+        self._blobs = blobs
         self._waits = waits
         self._dispatch = dispatch
         self._lock = asyncio.Lock()
@@ -67,7 +88,7 @@ class Journal:
         self.length = len(stored)
         trajectory = [event for event in events if isinstance(event, AnyTrajEvent)]
         self.attempt = max((event.attempt for event in trajectory), default=0)
-        return trajectory
+        return without_lost(await fill(self._blobs.get, trajectory))
 
     async def begin(self, replica: str, vocabulary: int | None = None) -> AnyTrajEvent:
         """Become the writer, after `load`: the event that begins our attempt. Raises `FencedError`."""
@@ -127,9 +148,10 @@ class Journal:
             **fields,
         )
         subject = self.scope[:-1] + tag_of(event).split(".")[1]
+        stored = await pack(self._blobs, event) if isinstance(event, Call) else event
         while True:
             try:
-                self.last = await self._bus.append(subject, event, scope=self.scope, last=self.last)
+                self.last = await self._bus.append(subject, stored, scope=self.scope, last=self.last)
             except BusUnavailableError as error:
                 log.warning("%s: %s; trying on", self._dispatch.execution, error)
                 with self._waits.on("the broker to store an event of an episode", 1.0):

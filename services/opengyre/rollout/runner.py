@@ -40,6 +40,7 @@ from opengyre.rollout.recorder import Recorder
 from opengyre.rollout.router import Router
 from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLostError
 from opengyre.shared import metrics
+from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bus
 from opengyre.shared.waits import Waits
 
@@ -61,6 +62,7 @@ class Station:
     """What the episodes of one replica share."""
 
     bus: Bus
+    blobs: Blobs
     waits: Waits
     replica: str
     url: str
@@ -82,7 +84,7 @@ class Runner:
     recorder: Recorder | None = None
 
     def __post_init__(self) -> None:
-        self.journal = Journal(self.station.bus, self.station.waits, self.dispatch)
+        self.journal = Journal(self.station.bus, self.station.waits, self.dispatch, self.station.blobs)
         self._grader = Grader(self.station.sandboxes, self.dispatch, self.station.replica, self.journal.confirm)
         self._measuring = asyncio.Lock()
         self._remade = 0

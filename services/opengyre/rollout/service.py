@@ -65,6 +65,7 @@ class Rollout:
         ):
             station = Station(
                 bus=context.bus,
+                blobs=context.blobs,
                 waits=context.waits,
                 replica=context.replica,
                 url=context.url,

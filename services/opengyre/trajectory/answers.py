@@ -4,19 +4,22 @@ Awaits: reading a log, by the broker's answers; the requester gives up by its ow
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from opengyre.proto import codec, subjects
+from opengyre.proto import subjects
 from opengyre.proto.explain import ExplainReport, ExplainRequest
 from opengyre.proto.ids import BadIdentifierError, check_token, group_of, run_of
-from opengyre.proto.traj import Overdue, TrajEvent
-from opengyre.shared.bus import Bus, BusUnavailableError, Endpoint, RpcFailedError, Stored, read
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bulk import fill
+from opengyre.shared.bus import Bus, BusUnavailableError, Endpoint, RpcFailedError, read
 from opengyre.trajectory.explain import UnknownExecutionError, explain
+from opengyre.trajectory.faults import decoded
 
 
 class Answers:
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, blobs: Blobs) -> None:
         self._bus = bus
+        self._blobs = blobs
 
     def endpoints(self) -> Mapping[str, Endpoint]:
         return {"explain": Endpoint(ExplainRequest, self.explain)}
@@ -34,18 +37,8 @@ class Answers:
         except BusUnavailableError as error:
             raise RpcFailedError("not_ready", str(error)) from error
         try:
-            return await asyncio.to_thread(_explain, execution, stored)
+            log_of = await asyncio.to_thread(decoded, stored)
+            events = await fill(self._blobs.get, log_of.events)
+            return await asyncio.to_thread(explain, execution, events)
         except UnknownExecutionError as error:
             raise RpcFailedError("not_found", str(error)) from error
-
-
-def _explain(execution: str, stored: Sequence[Stored]) -> ExplainReport:
-    events: list[TrajEvent | Overdue] = []
-    for message in stored:
-        try:
-            event = message.event()
-        except codec.UndecodableError:
-            continue  # Its place in the log stays empty, as it does when the group is made.
-        if isinstance(event, TrajEvent | Overdue):
-            events.append(event)
-    return explain(execution, events)

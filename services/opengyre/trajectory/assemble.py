@@ -114,10 +114,14 @@ def _logs(events: Iterable[LogEvent]) -> tuple[dict[str, tuple[TrajEvent, ...]],
         if event not in there:
             there.append(event)
     ordered = {
-        name: tuple(event for place in sorted(log) for event in sorted(log[place], key=codec.encode))
-        for name, log in logs.items()
+        name: tuple(event for place in sorted(log) for event in _in_order(log[place])) for name, log in logs.items()
     }
     return ordered, list(causes)
+
+
+def _in_order(rivals: list[TrajEvent]) -> list[TrajEvent]:
+    """Events at one place; more than one are rare, and encoding a call is not cheap."""
+    return sorted(rivals, key=codec.encode) if len(rivals) > 1 else rivals
 
 
 def _dispatch(logs: dict[str, tuple[TrajEvent, ...]]) -> EpisodeDispatch:

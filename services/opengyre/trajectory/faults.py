@@ -1,10 +1,17 @@
-"""Events of a log that cannot be used, as dead letters. Pure."""
+"""A group's log out of stored messages, and what of it cannot be used, as dead letters. Pure."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opengyre.proto import subjects
+from opengyre.proto import codec, subjects
 from opengyre.proto.dlq import DeadLetter
+from opengyre.proto.traj import Call, Overdue, Started, TrajEvent
 from opengyre.shared.bus import Stored
+from opengyre.trajectory.assemble import LogEvent
+from opengyre.trajectory.tree import fault_of
+
+log = logging.getLogger("gyre.trajectory")
 
 KEPT_BYTES = 256 << 10
 _EXECUTION = 5
@@ -33,3 +40,41 @@ def fault(message: Stored, reason: str) -> Fault:
             payload=message.payload[:KEPT_BYTES].decode("utf-8", "replace"),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """`messages` and `events` in the stream's order, one for one; `faults`: what is no event."""
+
+    messages: tuple[Stored, ...]
+    events: tuple[LogEvent, ...]
+    faults: tuple[Fault, ...]
+
+
+def decoded(stored: Sequence[Stored]) -> Log:
+    """What can be decoded. The place of an event that cannot stays empty, which makes its execution a broken log, not
+    the group."""
+    messages: list[Stored] = []
+    events: list[LogEvent] = []
+    faults: list[Fault] = []
+    for message in stored:
+        try:
+            event = message.event()
+        except codec.UndecodableError as error:
+            log.warning("undecodable event %d of TRAJ: %s", message.sequence, error)
+            faults.append(fault(message, str(error)))
+            continue
+        if isinstance(event, TrajEvent | Overdue):
+            messages.append(message)
+            events.append(event)
+    return Log(tuple(messages), tuple(events), tuple(faults))
+
+
+def unfit(log_of: Log, events: Sequence[LogEvent]) -> list[Fault]:
+    """Calls that cannot be trained, of the log's events, their ids in place."""
+    vocabularies = {event.execution: event.vocabulary for event in events if isinstance(event, Started)}
+    found: list[Fault] = []
+    for message, event in zip(log_of.messages, events, strict=True):
+        if isinstance(event, Call) and (why := fault_of(event, vocabularies.get(event.execution))) is not None:
+            found.append(fault(message, f"call {event.call} cannot be trained: {why}"))
+    return found

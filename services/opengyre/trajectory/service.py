@@ -22,15 +22,15 @@ from opengyre.proto import codec, subjects
 from opengyre.proto.base import Event
 from opengyre.proto.group import GroupReady
 from opengyre.proto.task import GroupOverdue
-from opengyre.proto.traj import Call, Ended, Overdue, Started, TrajEvent
+from opengyre.proto.traj import Ended, Overdue, Started
 from opengyre.shared.blobs import MESSAGE_LIMIT
+from opengyre.shared.bulk import fill
 from opengyre.shared.bus import (
     BusUnavailableError,
     Delivery,
     FencedError,
     Rejected,
     RetryLater,
-    Stored,
     read,
     serving,
     work,
@@ -40,8 +40,7 @@ from opengyre.shared.logs import bound
 from opengyre.trajectory import figures
 from opengyre.trajectory.answers import Answers
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
-from opengyre.trajectory.faults import Fault, fault
-from opengyre.trajectory.tree import fault_of
+from opengyre.trajectory.faults import Fault, Log, decoded, unfit
 
 log = logging.getLogger("gyre.trajectory")
 
@@ -59,7 +58,9 @@ class Trajectory:
         context = self._context
         context.missing = None
         width = context.settings.trajectory.concurrency
-        answers = serving(context.bus, "trajectory", "any", Answers(context.bus).endpoints(), "OpenGyre trajectory")
+        answers = serving(
+            context.bus, "trajectory", "any", Answers(context.bus, context.blobs).endpoints(), "OpenGyre trajectory"
+        )
         async with answers, asyncio.TaskGroup() as tasks:
             for consumer, handler in (
                 (subjects.TRAJECTORY_ENDED, self._on_ended),
@@ -117,8 +118,10 @@ class Trajectory:
         """Publish what `cause` (an execution's end; None: the mark) made of the group, if it made something."""
         started = asyncio.get_running_loop().time()
         stored = await read(self._context.bus, subjects.TRAJ, subjects.traj(run, group, "*", "*"))
+        log_of = await asyncio.to_thread(decoded, stored)
+        events = await fill(self._context.blobs.get, log_of.events)
         try:
-            parts, faults = await asyncio.to_thread(_assemble, stored)
+            parts, faults = await asyncio.to_thread(_assemble, log_of, events)
         except NotWholeError as error:
             if cause is None:
                 return  # No member has begun; the mark is there when they end.
@@ -155,22 +158,5 @@ class Trajectory:
         return msgspec.structs.replace(ready, members=(), blob=await self._context.blobs.put(members))
 
 
-def _assemble(stored: Sequence[Stored]) -> tuple[list[Assembled], list[Fault]]:
-    events: list[LogEvent] = []
-    faults: list[Fault] = []
-    vocabularies: dict[str, int | None] = {}
-    for message in stored:
-        try:
-            event = message.event()
-        except codec.UndecodableError as error:
-            # Its place in the log stays empty, which makes its execution a broken log, not the group.
-            log.warning("undecodable event %d of TRAJ: %s", message.sequence, error)
-            faults.append(fault(message, str(error)))
-            continue
-        if isinstance(event, TrajEvent | Overdue):
-            events.append(event)
-        if isinstance(event, Started):
-            vocabularies[event.execution] = event.vocabulary
-        if isinstance(event, Call) and (why := fault_of(event, vocabularies.get(event.execution))) is not None:
-            faults.append(fault(message, f"call {event.call} cannot be trained: {why}"))
-    return assemble(events), faults
+def _assemble(log_of: Log, events: Sequence[LogEvent]) -> tuple[list[Assembled], list[Fault]]:
+    return assemble(events), [*log_of.faults, *unfit(log_of, events)]

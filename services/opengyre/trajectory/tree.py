@@ -9,6 +9,7 @@ Invariants: every call is in a sequence, or is counted as refused with a reason,
 a refused call whose tokens are known still serves as context.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 
 from opengyre.proto import group
 from opengyre.proto.run import Sampling
-from opengyre.proto.traj import Call
+from opengyre.proto.traj import Call, Media
 from opengyre.trees import Builder, Chosen, Figures, Given, Path, Role, Tree, choose, shares, structural
 from opengyre.trees.calls import MAX_TOKEN
+from opengyre.trees.keys import Rows, cut
 from opengyre.trees.weights import normalised
 
 LOGPROB_CEILING = 1e-4
@@ -49,6 +51,8 @@ def fault_of(call: Call, vocabulary: int | None = None) -> str | None:
 
 def _fault(call: Call) -> str | None:
     """`fault_of` without a look at each id, which the tree has anyway."""
+    if call.bulk is not None:
+        return "blob_missing"
     sampled = len(call.sampled_ids)
     if sampled == 0:
         return "empty_completion"
@@ -66,7 +70,19 @@ def _fault(call: Call) -> str | None:
         if span.start != place or span.end < span.start or span.version < 0:
             return "version_spans"
         place = span.end
-    return None if place == sampled else "version_spans"
+    if place != sampled:
+        return "version_spans"
+    return _misdressed(call) if call.media or call.routes is not None else None
+
+
+def _misdressed(call: Call) -> str | None:
+    """Why what its tokens stand in cannot be."""
+    end = call.prefix_tokens + len(call.prompt_ids)
+    if any(not call.prefix_tokens <= one.position < end for one in call.media):
+        return "media_position"
+    if call.routes is not None and call.routes.versions != call.versions:
+        return "routes_version"
+    return None
 
 
 def tree_of(calls: Sequence[Call], vocabulary: int | None = None) -> tuple[Tree, dict[str, Call], int]:
@@ -74,14 +90,22 @@ def tree_of(calls: Sequence[Call], vocabulary: int | None = None) -> tuple[Tree,
     contents, which are refused with all that bears them."""
     unique, conflicts = _unique(calls)
     builder = Builder(vocabulary=vocabulary)
+    missing: dict[str, str] = {}
     for order, call in enumerate(unique.values()):
+        if call.bulk is not None:
+            missing[call.call] = "blob_missing"  # With what goes on from it: its tokens are not known.
+            continue
+        routes = call.routes
         builder.add(
             Given(
                 call.call, call.prompt_ids, call.sampled_ids, call.parent, call.prefix_tokens, order,
-                _fault(call), call.role, wanted=call.choices > 1,
+                _fault(call), call.role, wanted=call.choices > 1, adapter=call.adapter,
+                media=tuple((one.position, one.hash) for one in call.media),
+                rows=None if routes is None else Rows(routes.blob, routes.start, routes.start + routes.rows),
             )
         )  # fmt: skip
-    return builder.tree(), unique, conflicts
+    tree = builder.tree()
+    return (dataclasses.replace(tree, lost={**tree.lost, **missing}) if missing else tree), unique, conflicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,5 +197,15 @@ def _sequence(
                 advantage=advantages.get(node.call),
             )
         )  # fmt: skip
-    tokens = tree.tokens(path.calls[-1])
-    return group.Sequence(tokens=tuple(tokens.tolist()), spans=tuple(spans), role=path.role)
+    last = path.calls[-1]
+    return group.Sequence(
+        tokens=tuple(tree.tokens(last).tolist()),
+        spans=tuple(spans),
+        role=path.role,
+        adapter=last.given.adapter,
+        media=tuple(Media(position=place, hash=name) for place, name in tree.media(last)),
+        routes=tuple(
+            group.RouteRows(start=one.start, end=one.end, blob=one.blob, first=one.first)
+            for one in cut(last.rows, 0, last.length)
+        ),
+    )

@@ -4,6 +4,7 @@ Token ids with the declared parent and prefix, for every execution that is in th
 is counted: where it was a call, its place in the log is empty.
 """
 
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from opengyre.formats.model import LogCall, Notes, Source, message
 from opengyre.formats.values import decoded, obj
 from opengyre.proto import codec
-from opengyre.proto.traj import Call
+from opengyre.proto.traj import Call, unpack
 
 
 def recorded(source: Source, notes: Notes) -> Iterator[LogCall]:
@@ -25,9 +26,17 @@ def recorded(source: Source, notes: Notes) -> Iterator[LogCall]:
             notes.warn("a line is no event of a release that is known")
             continue
         if isinstance(call, Call):
-            yield log_call(call)
+            yield log_call(_filled(call, source))
         else:
             notes.ignored[str(obj(event).get("type"))] += 1
+
+
+def _filled(call: Call, source: Source) -> Call:
+    """With its ids, where they are a blob that lies beside; its name is its reference."""
+    if call.bulk is not None and (content := source.beside(call.bulk.blob)) is not None:
+        with contextlib.suppress(msgspec.DecodeError):
+            return unpack(call, content)
+    return call
 
 
 def log_call(call: Call) -> LogCall:
@@ -44,4 +53,5 @@ def log_call(call: Call) -> LogCall:
         logprobs=call.logprobs,
         role=call.role,
         wanted=call.choices > 1,
+        refused="blob_missing" if call.bulk is not None else None,
     )

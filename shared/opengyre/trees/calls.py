@@ -8,6 +8,7 @@ from typing import Final, Literal
 import numpy as np
 
 from opengyre.trees.blocks import Tokens
+from opengyre.trees.keys import Rows
 from opengyre.trees.trie import Position
 
 Role = Literal["main", "main-summary", "sub-agent", "sub-agent-summary"]
@@ -79,6 +80,12 @@ class Given:
     """Who asked, where that is known: of two agents that go on from one call neither takes the other's history back."""
     wanted: bool = False
     """One of several answers to a prompt that were all asked for: another does not supersede it."""
+    adapter: str | None = None
+    """The adapter that it was sampled under; None: none."""
+    media: tuple[tuple[int, str], ...] = ()
+    """Place on the path and hash of the images and such in its new tokens."""
+    rows: Rows | None = None
+    """The routes of experts that were recorded with it, where training is to replay them."""
     payload: object = None
     """Whatever else makes two deliveries equal."""
 
@@ -110,6 +117,15 @@ class Node:
     """Why it is not trained: its own fault, or `superseded` by another call of the same prompt."""
     children: "list[Node]" = field(default_factory=list)
     """Calls whose `parent` it is."""
+    rows: tuple[Rows, ...] = ()
+    """Routes of the tokens of its path, as far as they were recorded."""
+    asked: object = None
+    """What was asked, where it is not the place `start` that tells it: of two with rows of their own, the tokens."""
+
+    @property
+    def question(self) -> object:
+        """Equal for two calls that asked the same."""
+        return self.start if self.asked is None else self.asked
 
     @property
     def call(self) -> str:

@@ -27,7 +27,7 @@ class Earlier:
         """Run -> a place above it; no call ends between that and its begin."""
         self._jumped: dict[int, int] = {}
         """Run -> up to which depth jumps pass through it."""
-        self._prompts: dict[Position, list[Node]] = defaultdict(list)
+        self._prompts: dict[object, list[Node]] = defaultdict(list)
 
     def see(self, node: Node) -> None:
         """From now on `node` is before."""
@@ -44,10 +44,10 @@ class Earlier:
             if depth <= self._jumped.get(run, 0):
                 self._jumps.clear()
                 self._jumped.clear()
-        self._prompts[node.start].append(node)
+        self._prompts[node.question].append(node)
 
     def same_prompt(self, node: Node) -> list[Node]:
-        return self._prompts.get(node.start, [])
+        return self._prompts.get(node.question, [])
 
     def prompts(self) -> list[list[Node]]:
         """Calls of one prompt each, in order."""

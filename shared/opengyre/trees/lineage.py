@@ -85,6 +85,9 @@ def _classify(
             node.kind, node.diagnosis = "fork", "edit"
     else:
         node.related, node.offset = related, offset
+        if node.given.adapter != related.given.adapter:
+            node.kind = node.given.kind or "branch"  # Another policy's context, whatever it says.
+            return
         if _says_the_same(trie, node, related, offset, texts):
             node.kind, node.diagnosis = node.given.kind or "realign", "retokenisation"
             return
@@ -107,7 +110,7 @@ def _taken_back(node: Node, parent: Node) -> bool:
 def _divergence(trie: Trie, node: Node, related: Node, offset: int, before: Sequence[Node], texts: Texts) -> Kind:
     if base(node.given.role) != base(related.given.role):
         return "branch"
-    rest = trie.tokens(node.start, offset)
+    rest = trie.ids(node.start, offset)
     if offset > related.start.depth:
         return "fork"  # Inside the completion, some of which is there.
     lineage: list[Node] = []
@@ -131,7 +134,7 @@ def _comes_again(trie: Trie, past: Node, rest: Tokens, texts: Texts) -> bool:
     """Whether the end of a completion is somewhere in `rest`, with its last token (a stop token, mostly) or without."""
     if past.events < texts.shortest:
         return False
-    completion = trie.tokens(past.end, max(past.start.depth, past.length - WINDOW))
+    completion = trie.ids(past.end, max(past.start.depth, past.length - WINDOW))
     return contains(rest, completion) or (
         len(completion) > max(1, texts.shortest - 1) and contains(rest, completion[:-1])
     )
@@ -156,19 +159,19 @@ def _says_the_same(trie: Trie, node: Node, related: Node, offset: int, texts: Te
     if texts.decode is None or not offset < related.length:
         return False
     first = max(0, offset - 4)  # The text of a token may depend on those before.
-    was = texts.decode(trie.tokens(trie.prefix(related.end, offset + DECODED), first).tolist())
-    now = texts.decode(trie.tokens(trie.prefix(node.start, offset + 2 * DECODED), first).tolist())
+    was = texts.decode(trie.ids(trie.prefix(related.end, offset + DECODED), first).tolist())
+    now = texts.decode(trie.ids(trie.prefix(node.start, offset + 2 * DECODED), first).tolist())
     return now.startswith(was)
 
 
 def _doubled(trie: Trie, node: Node, texts: Texts) -> int:
     """Length of the stretch that the prompt, from where it diverges, has twice in a row."""
-    new = trie.tokens(node.start, node.offset)
+    new = trie.ids(node.start, node.offset)
     window = new[: 4 * texts.shortest]
     if len(window) < 4 * texts.shortest:
         return 0
     # What was there right before once more: no longer than what is new, so the cost is that of what is new.
-    before = trie.tokens(trie.prefix(node.start, node.offset), max(0, node.offset - len(new)))
+    before = trie.ids(trie.prefix(node.start, node.offset), max(0, node.offset - len(new)))
     place = find(before, window)
     if place >= 0 and np.array_equal(before[place:], new[: len(before) - place]):
         return len(before) - place
@@ -180,7 +183,7 @@ def _doubled(trie: Trie, node: Node, texts: Texts) -> int:
 
 def _diagnose(trie: Trie, node: Node, related: Node, offset: int, texts: Texts) -> Diagnosis:
     """Why the same history is told in other tokens; `edit` if it is another history."""
-    old, new = trie.tokens(related.end, offset), trie.tokens(node.start, offset)
+    old, new = trie.ids(related.end, offset), trie.ids(node.start, offset)
     if len(new) and len(old) and (int(old[0]) in texts.special or int(new[0]) in texts.special):
         return "template"
     if offset >= related.start.depth and _comes_again(trie, related, new, texts):

@@ -101,10 +101,10 @@ def shares(nodes: Sequence[Node]) -> dict[str, float]:
         leaves[id(node)] = sum(leaves[id(child)] for child in node.children) or int(live)
     attempts: dict[object, list[Node]] = defaultdict(list)
     for node in nodes:
-        attempts[node.start].append(node)
+        attempts[node.question].append(node)
     found: dict[str, float] = {}
     for node in nodes:
         above = found[node.parent.call] if node.parent is not None else 1.0
-        total = sum(leaves[id(other)] for other in attempts[node.start])
+        total = sum(leaves[id(other)] for other in attempts[node.question])
         found[node.call] = above * (leaves[id(node)] / total if total else 1.0)
     return found

@@ -21,6 +21,8 @@ import numpy as np
 
 from opengyre.trees.blocks import Tokens
 from opengyre.trees.calls import MAX_TOKEN, BadTokensError, Figures, Given, Node, ids
+from opengyre.trees.dressing import Before, dress, wanted
+from opengyre.trees.keys import Rows, covers
 from opengyre.trees.lineage import Texts, relate
 from opengyre.trees.trie import ROOT, Position, Trie
 
@@ -32,6 +34,10 @@ class _Placed:
     given: Given
     start: Position
     end: Position
+    rows: tuple[Rows, ...] = ()
+    asked: object = None
+    gap: bool = False
+    """Some token that its log-probs depend on has no row, though it has rows itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,11 @@ class Tree:
 
     def tokens(self, node: Node) -> Tokens:
         """Prompt and completion, `[node.length]`."""
-        return self.trie.tokens(node.end)
+        return self.trie.ids(node.end)
+
+    def media(self, node: Node) -> tuple[tuple[int, str], ...]:
+        """Place and hash of each of the media of its path."""
+        return self.trie.keys.media(self.trie.tokens(node.end)) if self.trie.keys else ()
 
     @property
     def figures(self) -> Figures:
@@ -130,15 +140,34 @@ class Builder:
                 self._lost[given.call] = "prefix_length"
                 return "refused"
             before = self._trie.prefix(parent, given.prefix)
+        if self._trie.keys or wanted(given):
+            self._placed[given.call] = self._place_dressed(given, before)
+            return "placed"
         start = self._trie.insert(before, np.asarray(given.prompt))
         end = self._trie.insert(start, np.asarray(given.sampled)) if len(given.sampled) else start
         self._placed[given.call] = _Placed(_light(given), start, end)
         return "placed"
 
+    def _place_dressed(self, given: Given, before: Position) -> _Placed:
+        declared = self._placed.get(given.parent or "") if given.prefix else None
+        whence = Before(before, declared.given.adapter, declared.rows) if declared is not None else Before()
+        if declared is None:
+            whence = Before(ROOT, given.adapter)
+        dressed = dress(self._trie, given, whence)
+        start = self._trie.insert(dressed.before, dressed.prompt)
+        end = self._trie.insert(start, dressed.sampled)
+        asked: object = None
+        gap = False
+        if given.rows is not None:
+            asked = (given.adapter, self._trie.ids(start).tobytes())
+            gap = not covers(dressed.rows, end.depth - 1)
+        return _Placed(_light(given), start, end, dressed.rows, asked, gap)
+
     def _same(self, given: Given) -> bool:
         name = given.call
         before = self._placed[name].given if name in self._placed else self._given[name]
-        for of in ("parent", "order", "fault", "role", "kind", "execution", "agent", "wanted", "payload"):
+        for of in ("parent", "order", "fault", "role", "kind", "execution", "agent", "wanted", "payload",
+                   "adapter", "media", "rows"):  # fmt: skip
             if getattr(before, of) != getattr(given, of):
                 return False
         if (before.prefix or 0) != (given.prefix or 0):
@@ -147,7 +176,7 @@ class Builder:
         if placed is None:
             return _equal(before.prompt, given.prompt) and _equal(before.sampled, given.sampled)
         from_ = given.prefix or 0
-        tokens = self._trie.tokens(placed.end, from_)
+        tokens = self._trie.ids(placed.end, from_)
         size = placed.start.depth - from_
         return np.array_equal(tokens[:size], given.prompt) and np.array_equal(tokens[size:], given.sampled)
 
@@ -157,7 +186,17 @@ class Builder:
         lost |= dict.fromkeys(self._conflicts, "conflicting_call")
         trie, placed = (self._trie, self._placed) if not self._conflicts else self._without(lost)
         ordered = sorted(placed.values(), key=lambda one: (one.given.order, one.given.call))
-        nodes = [Node(one.given, one.start, one.end, refused=one.given.fault) for one in ordered]
+        nodes = [
+            Node(
+                one.given,
+                one.start,
+                one.end,
+                refused=one.given.fault or ("routes_gap" if one.gap else None),
+                rows=one.rows,
+                asked=one.asked,
+            )
+            for one in ordered
+        ]
         executions: dict[str, list[Node]] = defaultdict(list)
         for node in nodes:
             executions[node.given.execution].append(node)
@@ -182,11 +221,13 @@ class Builder:
             if one.parent in gone and one.prefix and one.prefix > 0 and lost[name] == "prefix_length":
                 lost[name] = "parent_missing"
         trie, kept = Trie(), {}
+        trie.keys = self._trie.keys
         for name, one in self._placed.items():
             if name not in lost:
                 tokens = self._trie.tokens(one.end)
                 start = trie.insert(ROOT, tokens[: one.start.depth])
-                kept[name] = _Placed(one.given, start, trie.insert(start, tokens[one.start.depth :]))
+                end = trie.insert(start, tokens[one.start.depth :])
+                kept[name] = dataclasses.replace(one, start=start, end=end)
         return trie, kept
 
 

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from opengyre.trees.blocks import BLOCK, Lanes, Tokens, advance, key
+from opengyre.trees.keys import Keys
 
 HOPS: Final = 16
 
@@ -81,6 +82,8 @@ class Trie:
         """Hash of a prefix that ends at a block boundary -> its run."""
         self.size = 0
         """Tokens, each once at each prefix."""
+        self.keys = Keys()
+        """Of the tokens that stand in more than the tokens before them; what is negative in a path is of these."""
 
     def walk(self, start: Position, tokens: Tokens, hops: int | None = None) -> tuple[Position, bool]:
         """Follow `tokens` from `start` as far as they are known, through at most `hops` runs; also whether the end of
@@ -198,6 +201,11 @@ class Trie:
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces[::-1]) if pieces else np.empty(0, np.int32)
+
+    def ids(self, at: Position, start: int = 0) -> Tokens:
+        """The same as token ids."""
+        tokens = self.tokens(at, start)
+        return self.keys.plain(tokens) if self.keys else tokens
 
     @property
     def leaves(self) -> int:
