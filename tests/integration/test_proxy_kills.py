@@ -1,0 +1,93 @@
+"""Law 1 with hosts of their own processes: what a killed host had sampled is kept, and another one goes on after it."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from opengyre.proto import ids, subjects
+from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.traj import Call, Suspended
+from opengyre.rollout.endpoint import Endpoints, load_secret
+from opengyre.shared.bus import Bucket, Bus
+from support import eventually
+from support.processes import process, publish_version
+from support.rollout_fakes import Stack, dispatch
+
+SEED = 9
+
+
+async def answer(service: str, folder: Path, execution: str, once: Callable[[], Awaitable[None]] | None = None) -> str:
+    """The streamed text of a call; `once` is awaited when there are some characters."""
+    key = Endpoints(load_secret(folder / "state")).key(execution)
+    body = {"model": "r", "messages": [{"role": "user", "content": "write"}], "stream": True}
+    text = ""
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+        session.post(f"{service}/x/{execution}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status == 200
+        async for line in response.content:
+            data = line.removeprefix(b"data: ").strip()
+            if data.startswith(b"{"):
+                chunk = json.loads(data)
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["delta"].get("content") or ""
+            if once is not None and len(text) > 10:
+                await once()
+                once = None
+    assert once is None, "it ended before anything could be done to its host"
+    return text
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "settings", [{}, {"HOST__ENGINE": "emulated", "HOST__TOKENS_PER_S": "150"}], ids=["tiny", "emulated"]
+)
+async def test_a_call_whose_host_is_killed_goes_on_with_its_tokens(
+    bus: Bus, nats_server: Any, tmp_path: Path, settings: dict[str, str]
+) -> None:
+    stack = Stack(bus, tmp_path, nats_server.url)
+    await stack.prepare()
+    await publish_version(stack)
+    stack.sandboxes.delay_s = 600
+    # An untrained policy may end its turn at any token; under this seed it says much before it does.
+    base = msgspec.structs.replace(dispatch(agent="program", program="wait", max_tokens=300), seed=SEED)
+    calm = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 0))
+    moved = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 1))
+    with contextlib.ExitStack() as processes:
+
+        def start(name: str) -> "subprocess.Popen[bytes]":
+            return processes.enter_context(process(stack, "host", HOST__HOST=name, HOST__HEARTBEAT_S="0.1", **settings))
+
+        async def change_hosts() -> None:
+            first.kill()
+            start("h1")
+
+        first = start("h0")
+        async with (
+            Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts,
+            stack.sandboxes.up(),
+            stack.service() as service,
+        ):
+            await eventually(lambda: [h.state for h in hosts.values.values()] == [HostState.ROLLOUT], 60)
+            await stack.submit(calm)
+            await stack.submit(moved)
+            await eventually(lambda: len(stack.sandboxes.ran) == 2)
+            whole = await answer(service.url, tmp_path, calm.execution)
+            text = await answer(service.url, tmp_path, moved.execution, change_hosts)
+            logs = [await stack.log(episode) for episode in (calm, moved)]
+    [one], [two] = ([event for event in log if isinstance(event, Call)] for log in logs)
+    assert text == whole
+    assert two.sampled_ids == one.sampled_ids
+    assert two.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    assert two.versions == one.versions
+    assert (one.hosts, two.hosts) == (("h0",), ("h0", "h1")), "each sampled some of it"
+    assert two.parked_s > 0
+    assert any(isinstance(event, Suspended) for event in logs[1])
