@@ -5,15 +5,20 @@ Rows about a trainer's mask or gradient are tested on what trains here: spans, w
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 
 from opengyre.learn.advantage import advantages
 from opengyre.learn.gradient import Item, accumulate, zero_gradients
+from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import Sequence, Span
-from opengyre.proto.traj import Call, VersionSpan
+from opengyre.proto.run import Harness
+from opengyre.proto.task import Check, TaskSpec
+from opengyre.proto.traj import Call, Ended, Part, Routes, Started, TrajEvent, Verified, VersionSpan
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
+from opengyre.trajectory.replay import replay_groups
 from opengyre.trajectory.tree import fault_of, paths
 from opengyre.trees import Builder, Given, Texts, Tree, build, choose, structural
 from opengyre.trees.weights import Rollout, weights
@@ -53,6 +58,31 @@ def call(name: str, parent: str | None, prefix: int, prompt: tuple[int, ...], sa
         run="r", group="g", execution="e", index=0, attempt=0, call=name, turn=0, request_digest="d", parent=parent,
         prefix_tokens=prefix, prompt_ids=prompt, sampled_ids=sampled, finish_reason="stop", text="", hosts=(), **fields,
     )  # fmt: skip
+
+
+def group_of(*members: tuple[float, list[Call]], group: str = "r-g000001") -> list[TrajEvent]:
+    """The events of a group whose members have these scores and calls."""
+    names = tuple(f"{group}-e{number:02d}" for number in range(len(members)))
+    task = TaskSpec(task="t", instruction="x", checks=(Check(name="a", command="true", weight=1),))
+    events: list[TrajEvent] = []
+    for name, (score, calls) in zip(names, members, strict=True):
+        at = {"run": "r", "group": group, "execution": name, "attempt": 0}
+        dispatch = EpisodeDispatch(
+            run="r", group=group, execution=name, members=names, version=1, seed=1, task=task, harness=Harness(),
+            min_members=1,
+        )  # fmt: skip
+        events.append(Started(**at, index=0, dispatch=dispatch, replica="x"))
+        events += [msgspec.structs.replace(one, **at, index=number) for number, one in enumerate(calls, 1)]
+        last = len(calls) + 1
+        events.append(Verified(**at, index=last, parts=(Part(name="a", weight=1, value=score),)))
+        events.append(
+            Ended(**at, index=last + 1, reason="done", turns=1, sampled_tokens=1, duration_s=1, members=names)
+        )
+    return events
+
+
+def one_call(name: str = "a") -> list[Call]:
+    return [call(name, None, 0, (1, 2), (3,))]
 
 
 def model() -> TinyModel:
@@ -99,7 +129,9 @@ def test_04_verifiers_955_other_tools_are_other_tokens() -> None:
     """Tools are rendered before the messages: the same messages after them share nothing."""
     tree = whole(([1, 70, 71, 5, 6], [7]), ([1, 80, 81, 5, 6], [7]))
     assert tree.nodes[1].offset == 1
+    assert tree.nodes[1].parent is None
     assert tree.figures.unique_nodes == 6 + 5
+    assert trained(tree) == {"a": 1, "b": 1}
 
 
 def test_05_verifiers_1291_a_compaction_is_one_boundary() -> None:
@@ -112,12 +144,25 @@ def test_05_verifiers_1291_a_compaction_is_one_boundary() -> None:
     assert kinds(whole(*calls)) == ["root", "extend", "compaction", "extend", "extend"]
 
 
-def test_06_verifiers_2616_every_token_of_a_path_has_its_row() -> None:
-    """What is kept for each token has no hole at the boundary of two turns."""
-    found = paths([call("a", None, 0, (1, 2), (3, 4)), call("b", "a", 4, (5,), (6, 7))])
-    (sequence,) = found.sequences
-    rows = [place for span in sequence.spans for place in range(span.start, span.end)]
-    assert rows == [2, 3, 5, 6]
+def test_06_verifiers_2616_the_routes_of_a_boundary_come_from_the_next_prefill() -> None:
+    """Two turns; the row of the first one's last token is the second one's. Each token but the last has a row."""
+
+    def rows(blob: str, start: int, count: int) -> Routes:
+        return Routes(blob=blob, start=start, rows=count, versions=(VersionSpan(version=3, start=0, end=2),))
+
+    calls = [
+        call("a", None, 0, (1, 2), (3, 4), routes=rows("A", 0, 3)),
+        call("b", "a", 4, (5,), (6, 7), routes=rows("B", 3, 3)),
+    ]
+    (sequence,) = paths(calls).sequences
+    whose = [one.blob for one in sequence.routes for _ in range(one.start, one.end)]
+    assert [one.start for one in sequence.routes] == [0, 3]
+    assert whose == ["A", "A", "A", "B", "B", "B"]
+    assert len(whose) == len(sequence.tokens) - 1
+    lacking = [calls[0], call("b", "a", 4, (5,), (6, 7), routes=rows("B", 4, 2))]
+    assert paths(lacking).refused == {"routes_gap": 1}, "nobody has the row of the boundary"
+    events = [place for span in sequence.spans for place in range(span.start, span.end)]
+    assert events == [2, 3, 5, 6]
     assert [len(s.versions) == len(s.logprobs) == s.end - s.start for s in sequence.spans] == [True, True]
 
 
@@ -153,17 +198,28 @@ def test_10_slime_a_turn_that_is_clean_on_one_branch_is_trained_once() -> None:
 
 
 def test_11_slime_1414_groups_of_uneven_size_have_baselines_of_their_own() -> None:
-    sizes = ([1.0, 0, 0, 1], [5.0, 1, 0], [1.0, 1, 0, 0])
-    for scores in sizes:
-        assert sum(advantages(scores)) == pytest.approx(0)
-    assert advantages(sizes[1])[0] > 0
-    assert advantages([0.7]) == [0.0], "a group of one teaches nothing"
+    """By group, whatever the order in which events of several groups come; a group of one teaches nothing."""
+    scores = {
+        "r-g000001": [1.0, 0, 0, 1],
+        "r-g000002": [1.0, 0.25, 0.25],
+        "r-g000003": [1.0, 1, 0, 0],
+        "r-g000004": [0.7],
+    }
+    logs = [group_of(*((score, one_call()) for score in of_group), group=name) for name, of_group in scores.items()]
+    mixed = [event for turn in itertools.zip_longest(*logs) for event in turn if event is not None]
+    found = {ready.group: [member.advantage for member in ready.members] for ready in replay_groups(mixed)}
+    assert found == {name: advantages(of_group) for name, of_group in scores.items()}
+    assert all(sum(of_group) == pytest.approx(0) for of_group in found.values())
+    assert found["r-g000004"] == [0.0]
 
 
 def test_12_miles_2378_an_execution_with_more_rows_has_one_reward() -> None:
+    """Five rows and one: the baseline is the mean of two scores, and the scale theirs."""
     many = [call(f"c{n}", None, 0, (n + 1,), (9,)) for n in range(5)]
-    assert len(paths(many).sequences) == 5
-    assert advantages([1.0, 0.0]) == [1.0, -1.0], "scores of executions, however many rows they have"
+    (ready,) = replay_groups(group_of((1.0, many), (0.0, one_call())))
+    assert [len(member.sequences) for member in ready.members] == [5, 1]
+    assert [member.advantage for member in ready.members] == [1.0, -1.0]
+    assert (ready.baseline, ready.scale) == (0.5, 2.0)
 
 
 def test_13_miles_1930_rows_and_packs_do_not_change_the_gradient() -> None:
@@ -207,12 +263,13 @@ def test_17_rllm_352_a_step_that_does_not_accumulate_is_trained_and_reported() -
 
 
 def test_18_agent_lightning_444_turns_do_not_count_in_a_baseline() -> None:
-    """Executions of 1 and 3 turns with rewards 1 and 0: the mean is of two, not of four."""
-    turns = [1, 3]
-    rewards = [1.0, 0.0]
-    assert advantages(rewards) == [1.0, -1.0]
-    by_turn = advantages([reward for reward, count in zip(rewards, turns, strict=True) for _ in range(count)])
-    assert by_turn[0] != pytest.approx(1.0)
+    """Executions of 1 and 3 turns with scores 1 and 0: the mean is of two, not of four."""
+    turns = [call("a", None, 0, (1,), (2,)), call("b", "a", 2, (3,), (4,)), call("c", "b", 4, (5,), (6,))]
+    (ready,) = replay_groups(group_of((1.0, one_call()), (0.0, turns)))
+    assert [member.trained_tokens for member in ready.members] == [1, 3]
+    assert (ready.baseline, [member.advantage for member in ready.members]) == (0.5, [1.0, -1.0])
+    by_turn = advantages([1.0, 0.0, 0.0, 0.0])
+    assert by_turn[0] != pytest.approx(1.0), "what it would be"
 
 
 def test_19_areal_1309_a_path_that_ends_predicts_nothing_of_the_next() -> None:
@@ -304,7 +361,18 @@ def test_26_labs_molt_124_each_token_has_its_version() -> None:
 
 
 def test_27_miles_3277_what_is_of_mixed_provenance_is_refused() -> None:
-    """Versions that overlap tell of a token that two weights made."""
+    """Log-probs of one version with routes that were recorded again under the next; and versions that overlap, which
+    tell of a token that two weights made. What follows it trains, with the rows that it was sampled under."""
+    old, mixed = (VersionSpan(version=3, start=0, end=2),), (VersionSpan(version=4, start=0, end=2),)
+    calls = [
+        call("a", None, 0, (1,), (2, 3), versions=old, routes=Routes(blob="A", start=0, rows=2, versions=mixed)),
+        call("b", "a", 3, (4,), (5, 6), versions=old, routes=Routes(blob="B", start=2, rows=3, versions=old)),
+    ]
+    found = paths(calls)
+    assert found.refused == {"routes_version": 1}
+    assert found.trained_tokens == 2
+    clean = [msgspec.structs.replace(calls[0], routes=Routes(blob="A", start=0, rows=2, versions=old)), calls[1]]
+    assert paths(clean).refused == {}
     spans = (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=1, end=3))
     assert paths([call("a", None, 0, (1,), (2, 3, 4), versions=spans)]).refused == {"version_spans": 1}
 
@@ -326,10 +394,14 @@ def test_29_nemo_gym_2254_empty_ids_are_refused(prompt, sampled) -> None:
 
 
 def test_30_nemo_rl_3063_a_missing_call_blocks_nothing() -> None:
+    """The group closes, and what does not need the missing call trains."""
     calls = [call("a", None, 0, (1,), (2,)), call("c", "b", 4, (5,), (6,)), call("d", None, 0, (7,), (8,))]
-    found = paths(calls)
-    assert found.refused == {"parent_missing": 1}
-    assert found.trained_tokens == 2
+    (ready,) = replay_groups(group_of((1.0, calls), (0.0, one_call())))
+    assert ready.refused == {"parent_missing": 1}
+    assert [member.trained_tokens for member in ready.members] == [2, 1]
+    waiting = Builder()
+    assert waiting.add(Given("c", [5], [6], "b", 4)) == "waiting"
+    assert waiting.tree().lost == {"c": "parent_missing"}, "the tree may be asked for all the same"
 
 
 def test_31_openenv_1036_a_turn_without_prompt_ids_is_refused() -> None:
