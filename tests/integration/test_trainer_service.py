@@ -35,9 +35,20 @@ from opengyre.tiny.model import TinyModel
 from opengyre.trainer.learner import Learner
 from opengyre.trainer.service import Trainer
 from opengyre.trainer.store import Store
-from opengyre.weights.manifest import verify
 from support import eventually
-from support.trainer_fakes import CONFIG, MU, RUN, B, Cell, G, events, offer, ready, start_run, trainer
+from support.trainer_fakes import (
+    CONFIG,
+    RUN,
+    B,
+    Cell,
+    G,
+    check_exactly_once,
+    events,
+    offer,
+    ready,
+    start_run,
+    trainer,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -70,22 +81,6 @@ def at(bus: Bus, version: int) -> Callable:
         return isinstance(event, Committed) and event.version >= version
 
     return reached
-
-
-async def check_exactly_once(bus: Bus, groups: int, updates: int) -> None:
-    """Law 3 and law 4 from the streams alone."""
-    done = await committed(bus)
-    assert [event.version for event in done] == list(range(1, updates + 1))
-    executions = [name for event in done for name in event.executions]
-    assert sorted(executions) == sorted(m.execution for n in range(groups) for m in ready(n).members)
-    consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
-    assert sorted((c.group, c.outcome) for c in consumed) == [(f"{RUN}-g{n:06d}", "trained") for n in range(groups)]
-    at_version = {group: event.version - 1 for event in done for group in event.groups}
-    assert all(c.version == at_version[c.group] for c in consumed)
-    published = await events(bus, subjects.WEIGHTS, subjects.weights(RUN, "published"))
-    assert [p.manifest.version for p in published] == [v for v in range(updates + 1) if v % MU == 0 or v == updates]
-    for event in published[-1:]:
-        verify(event.manifest)
 
 
 async def test_a_run_from_its_model_to_its_end(bus: Bus, blobs: Blobs, model: Path, tmp_path: Path) -> None:

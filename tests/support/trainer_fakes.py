@@ -31,6 +31,7 @@ from opengyre.shared.settings import Settings
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.trainer.service import Trainer
+from opengyre.weights.manifest import verify
 
 RUN = "r"
 B, G, MU = 2, 2, 2
@@ -159,3 +160,19 @@ async def offer(bus: Bus, *groups: GroupReady) -> None:
 
 async def events(bus: Bus, stream: str, subject: str) -> list:
     return [stored.event() for stored in await read(bus, stream, subject)]
+
+
+async def check_exactly_once(bus: Bus, groups: int, updates: int) -> None:
+    """Law 3 and law 4 from the streams alone."""
+    done = await events(bus, subjects.UPDATES, subjects.update(RUN, "committed"))
+    assert [event.version for event in done] == list(range(1, updates + 1))
+    executions = [name for event in done for name in event.executions]
+    assert sorted(executions) == sorted(m.execution for n in range(groups) for m in ready(n).members)
+    consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
+    assert sorted((c.group, c.outcome) for c in consumed) == [(f"{RUN}-g{n:06d}", "trained") for n in range(groups)]
+    at_version = {group: event.version - 1 for event in done for group in event.groups}
+    assert all(c.version == at_version[c.group] for c in consumed)
+    published = await events(bus, subjects.WEIGHTS, subjects.weights(RUN, "published"))
+    assert [p.manifest.version for p in published] == [v for v in range(updates + 1) if v % MU == 0 or v == updates]
+    for event in published[-1:]:
+        verify(event.manifest)

@@ -1,0 +1,116 @@
+"""kill -9 of the trainer at 50 moments, many of them inside a commit: each execution is consumed exactly once."""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from opengyre.proto import subjects
+from opengyre.proto.run import RunSpec
+from opengyre.shared.blobs import Blobs
+from opengyre.shared.bus import Bucket, Bus, LeaseOwner
+from opengyre.shared.bus.topology import consumers
+from opengyre.shared.settings import CacheSettings
+from opengyre.tiny.checkpoint import save_pretrained
+from opengyre.tiny.model import TinyModel
+from support import eventually
+from support.trainer_fakes import CONFIG, RUN, B, Cell, check_exactly_once, offer, ready, start_run
+from support.trainer_lives import Lives
+
+KILLS, UPDATES, SEED = 50, 60, 11
+MOMENTS = ("opened", "contributed", "writing", "writing", "renamed", "weights", "committed", "published", "any")
+
+
+class Moments:
+    """Waits for a moment of a life, and a little longer: that is when it is killed."""
+
+    def __init__(self, bus: Bus, state: Path, rng: random.Random) -> None:
+        self._bus, self._rng = bus, rng
+        self._checkpoints, self._weights = state / "trainer" / RUN, state / "weights" / RUN
+        self.hit: Counter[str] = Counter()
+
+    def half_written(self) -> bool:
+        return any(self._checkpoints.glob(".tmp-*"))
+
+    def _versions(self, folder: Path) -> set[str]:
+        return {path.name for path in folder.glob("v[0-9]*")}
+
+    def _told(self, subject: str, stream: str) -> Callable[[], Awaitable[int]]:
+        async def sequence() -> int:
+            last = await self._bus.last(subject, stream)
+            return last.sequence if last else 0
+
+        return sequence
+
+    async def wait(self, moment: str) -> None:
+        if moment == "any":
+            await asyncio.sleep(self._rng.uniform(0, 1.0))
+            return
+        if moment == "writing":
+            await eventually(self.half_written, 30, 0.001)
+        elif moment in ("renamed", "weights"):
+            folder = self._checkpoints if moment == "renamed" else self._weights
+            before = self._versions(folder)
+            await eventually(lambda: self._versions(folder) - before, 30, 0.001)
+        else:
+            stream = subjects.WEIGHTS if moment == "published" else subjects.UPDATES
+            of = subjects.weights if moment == "published" else subjects.update
+            told = self._told(of(RUN, moment), stream)
+            before = await told()
+
+            async def news() -> bool:
+                return await told() > before
+
+            await eventually(news, 30, 0.001)
+        await asyncio.sleep(self._rng.uniform(0, 0.015))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.timeout(280)
+async def test_fifty_deaths_of_the_trainer_lose_and_double_nothing(
+    bus: Bus, nats_server, tmp_path: Path, python: str
+) -> None:
+    # What a killed process held comes back after this, at the cost of some deliveries that are known by then.
+    config = next(config for stream, config in consumers() if stream == subjects.GROUPS)
+    await bus.js.add_consumer(subjects.GROUPS, config.evolve(ack_wait=0.5))
+    state, rng = tmp_path / "state", random.Random(SEED)
+    save_pretrained(TinyModel(CONFIG, seed=1), tmp_path / "model")
+    await start_run(bus, tmp_path / "model", updates=UPDATES)
+    leases, runs = Bucket(bus, subjects.KV_LEASES, LeaseOwner), Bucket(bus, subjects.KV_RUNS, RunSpec)
+    moments = Moments(bus, state, rng)
+    inside = 0
+    async with (
+        Blobs(state / "blobs", CacheSettings()) as blobs,
+        Lives(python, nats_server.url, state, tmp_path / "trainer.log") as lives,
+        asyncio.TaskGroup() as tasks,
+    ):
+        cells = [Cell(bus, blobs, f"h{number}") for number in range(2)]
+        training = [tasks.create_task(cell.train(random.Random(n), killed=True)) for n, cell in enumerate(cells)]
+        await offer(bus, *(ready(number) for number in range(UPDATES * B)))
+        for number in range(KILLS):
+            moment = MOMENTS[number % len(MOMENTS)]
+            await lives.begin()
+            await moments.wait(moment)
+            lives.kill()
+            moments.hit[moment] += 1
+            inside += moments.half_written()
+            # The lease of the dead would run out by itself in some seconds; it fences nothing that is durable.
+            await leases.delete("leader.trainer")
+        await lives.begin()
+
+        async def finished() -> bool:
+            found = await runs.get(RUN)
+            return found is not None and found[0].state == "finished"
+
+        await eventually(finished, 120)
+        for task in training:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*training)
+    assert inside >= 5, "several deaths left a checkpoint half written"
+    await check_exactly_once(bus, UPDATES * B, UPDATES)
