@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from opengyre.proto import subjects
+from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.run import Dispatch, Elastic, Optimization, RunSpec
 from opengyre.proto.update import Committed, Contributed
 from opengyre.shared.blobs import Blobs
@@ -59,24 +61,27 @@ async def until_committed(bus: Bus, run: str, version: int) -> None:
     await eventually(there, 60)
 
 
-async def begin(bus: Bus, folder: Path, run: str, updates: int = UPDATES) -> None:
+async def begin(
+    bus: Bus, folder: Path, run: str, updates: int = UPDATES, *, offered: bool = True, canary: bool = False
+) -> None:
     if not (folder / "model").exists():
         save_pretrained(TinyModel(CONFIG, seed=1), folder / "model")
     spec = RunSpec(
         run=run, model=str(folder / "model"), updates=updates, elastic=Elastic(grain=1),
         dispatch=Dispatch(phi=0, mu=updates, batch_groups=B, group_size=G),
-        optimization=Optimization(learning_rate=0.01, schedule="linear"),
+        optimization=Optimization(learning_rate=0.01, schedule="linear", canary=canary),
     )  # fmt: skip
     await Bucket(bus, subjects.KV_RUNS, RunSpec).put(run, spec)
-    await offer(bus, *(real_group(run, number, G) for number in range(updates * B)))
+    if offered:
+        await offer(bus, *(real_group(run, number, G) for number in range(updates * B)))
 
 
-async def outcome(bus: Bus, folder: Path, run: str, version: int = UPDATES) -> Outcome:
+async def outcome(bus: Bus, folder: Path, run: str, version: int = UPDATES, *, skipped: bool = False) -> Outcome:
     """Checks, too, that each execution is in one commit."""
     done = await committed(bus, run)
     names = [name for event in done for name in event.executions]
     assert sorted(names) == sorted(m.execution for n in range(version * B) for m in real_group(run, n, G).members)
-    assert all(event.skipped is None for event in done)
+    assert skipped or all(event.skipped is None for event in done)
     weights = load_pretrained(version_directory(folder / "state" / "weights" / run, version))
     contributed = await events(bus, subjects.UPDATES, subjects.update(run, "contributed"))
     return Outcome(done, contributed, {name: p.detach() for name, p in weights.named_parameters()})
@@ -185,3 +190,54 @@ async def test_what_three_cells_began_one_goes_on_with(bus: Bus, blobs: Blobs, t
     whole, resumed = [await outcome(bus, tmp_path, run, updates) for run in ("whole", "resumed")]
     check_same(whole, resumed)
     assert [event.learning_rate for event in resumed.committed] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+
+
+async def test_a_group_that_is_not_finite_is_named_alone_and_changes_nothing(
+    bus: Bus, blobs: Blobs, tmp_path: Path
+) -> None:
+    """Its advantage overflows float32; the others of its contribution are as good as ever, and not named."""
+    run, updates = "spoilt", 2
+    await begin(bus, tmp_path, run, updates, offered=False)
+    groups = [real_group(run, number, G) for number in range(updates * B)]
+    members = groups[1].members
+    groups[1] = msgspec.structs.replace(groups[1], members=(*members[:-1], wild(members[-1])))
+    async with trainer(bus, blobs, tmp_path, "t0"), cells(bus, blobs, tmp_path, through):
+        await offer(bus, *groups)
+        await until_committed(bus, run, updates)
+    found = await outcome(bus, tmp_path, run, updates, skipped=True)
+    assert [event.skipped for event in found.committed] == ["non_finite_loss; in spoilt-g000001", None]
+    weights = tmp_path / "state" / "weights" / run
+    first, second = [load_pretrained(version_directory(weights, version)).state_dict() for version in (0, 1)]
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def wild(member: Member) -> Member:
+    return msgspec.structs.replace(member, advantage=1e39)
+
+
+async def test_the_figures_of_a_canary_stay_as_they_are(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    """The same groups twice: with a learning rate of 0 the second update sees what the first one saw."""
+    run = "canary"
+    await begin(bus, tmp_path, run, 2, offered=False, canary=True)
+    groups = [real_group(run, number, G) for number in range(B)]
+    again = [renamed(group, f"{run}-g{number:06d}") for number, group in enumerate(groups, B)]
+    async with trainer(bus, blobs, tmp_path, "t0"), cells(bus, blobs, tmp_path, through):
+        await offer(bus, *groups, *again)
+        await until_committed(bus, run, 2)
+    one, two = await committed(bus, run)
+    assert one.learning_rate == two.learning_rate == 0
+    assert one.gradient_norm == pytest.approx(two.gradient_norm, rel=1e-6) != 0
+    assert one.stats.kl_sum == pytest.approx(two.stats.kl_sum, rel=1e-6) != 0
+    # Only tokens that the version at hand sampled are compared with the engine's.
+    assert (one.stats.logprob_gap_tokens, two.stats.logprob_gap_tokens) == (one.stats.tokens, 0)
+    weights = tmp_path / "state" / "weights" / run
+    first, last = [load_pretrained(version_directory(weights, version)).state_dict() for version in (0, 2)]
+    assert all(torch.equal(tensor, last[name]) for name, tensor in first.items())
+
+
+def renamed(group: GroupReady, name: str) -> GroupReady:
+    members = tuple(
+        msgspec.structs.replace(member, execution=f"{name}{member.execution[-4:]}") for member in group.members
+    )
+    executions = tuple(member.execution for member in members)
+    return msgspec.structs.replace(group, group=name, members=members, executions=executions)
