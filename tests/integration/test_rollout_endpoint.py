@@ -186,8 +186,11 @@ async def test_keys_executions_models_and_large_bodies(live: Live) -> None:
 
 
 async def test_an_execution_that_ended_takes_no_more_calls(live: Live) -> None:
-    live.stack.sandboxes.lose()
-    await eventually(lambda: live.stack.ended(live.episode))
+    async def lost() -> bool:
+        live.stack.sandboxes.lose()  # the ones that are made again as well
+        return await live.stack.ended(live.episode)
+
+    await eventually(lost)
     status, answer, _ = await live.post(chat())
     assert (status, answer["error"]["code"]) == (404, "execution_not_found")
     events = await live.stack.log(live.episode)
