@@ -21,7 +21,7 @@ from opengyre.proto.run import Harness
 from opengyre.proto.task import Check, GroupScored, TaskSpec
 from opengyre.proto.traj import Call, Ended, Part, Started, TrajEvent, Verified, VersionSpan
 from opengyre.shared.blobs import Blobs
-from opengyre.shared.bus import Bus, consume, pulling, read
+from opengyre.shared.bus import Bus, TooLargeError, consume, pulling, read
 from opengyre.shared.bus.topology import consumers
 from opengyre.shared.lifecycle import Context
 from opengyre.shared.settings import CacheSettings, Settings
@@ -159,8 +159,9 @@ async def test_what_is_no_event_becomes_a_dead_letter_and_stops_nothing(bus: Bus
 
 async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
     """Of one group: a call without its ids, one with a log-prob too few, one with ids that are no ids, an empty one,
-    and megabytes of garbage. Its good members train, and so does what comes after."""
-    parts = logs(1, *(n / 6 for n in range(7)))
+    megabytes of garbage, and an id that the policy does not have. Its good members train, and so does what comes after.
+    What is larger than a message may be does not get there."""
+    parts = logs(1, *(n / 7 for n in range(8)))
     calls = [log[1] for log in parts]
     assert all(isinstance(call, Call) for call in calls)
     document = msgspec.to_builtins(calls[0])
@@ -168,6 +169,12 @@ async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, b
     parts[1][1] = msgspec.structs.replace(calls[1], logprobs=(-0.5,))
     parts[2][1] = msgspec.structs.replace(calls[2], sampled_ids=(3, -7, 2**40))
     parts[3][1] = msgspec.structs.replace(calls[3], sampled_ids=(), logprobs=(), versions=())
+    parts[7][1] = msgspec.structs.replace(calls[7], sampled_ids=(3, 999, 1000))
+    parts = [[msgspec.structs.replace(log[0], vocabulary=1000), *log[1:]] for log in parts]
+    with pytest.raises(TooLargeError, match="store a blob"):
+        await bus.publish_raw(
+            subjects.traj(RUN, f"{RUN}-g000001", "x", "call"), b"\xff{" * (5 << 20), "x", "traj.call.v1"
+        )
     raw = {0: msgspec.json.encode(document), 4: b"\xff{" * (3 << 20)}
     async with service(bus, blobs, tmp_path):
         for number, log in enumerate(parts):
@@ -186,16 +193,16 @@ async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, b
         await eventually(both, 30)
     dead = [e for s in await read(bus, subjects.DLQ, ">") if isinstance(e := s.event(), DeadLetter)]
     reasons = {letter.origin_subject.split(".")[5][-3:]: letter.error for letter in dead}
-    assert sorted(reasons) == ["e00", "e01", "e02", "e03", "e04"]
+    assert sorted(reasons) == ["e00", "e01", "e02", "e03", "e04", "e07"]
     assert "sampled_ids" in reasons["e00"]
-    assert [reasons[f"e{n:02d}"].split(": ")[-1] for n in (1, 2, 3)] == [
-        "logprobs_length", "token_id", "empty_completion",
+    assert [reasons[f"e{n:02d}"].split(": ")[-1] for n in (1, 2, 3, 7)] == [
+        "logprobs_length", "token_id", "empty_completion", "token_id",
     ]  # fmt: skip
     assert all(len(letter.payload) <= 256 << 10 for letter in dead)
     first, _ = sorted(await ready(bus), key=lambda group: group.group)
     trained = {member.execution[-3:]: member.trained_tokens for member in first.members}
-    assert trained == {"e01": 0, "e02": 0, "e03": 0, "e05": 3, "e06": 3}
-    assert first.refused == {"empty_completion": 1, "logprobs_length": 1, "token_id": 1}
+    assert trained == {"e01": 0, "e02": 0, "e03": 0, "e05": 3, "e06": 3, "e07": 0}
+    assert first.refused == {"empty_completion": 1, "logprobs_length": 1, "token_id": 2}
 
 
 async def test_kill_9_at_any_time_makes_each_group_once(bus: Bus, nats_server, tmp_path: Path) -> None:
