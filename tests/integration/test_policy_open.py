@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opengyre.policy.directory import INDEX_FILE, TOKENIZER_FILE, tiny_config
-from opengyre.policy.open import build, open_policy
+from opengyre.policy.open import build, open_policy, refill
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
 from opengyre.tiny.model import TinyModel
@@ -71,6 +71,14 @@ def test_a_version_that_is_written_of_a_stock_model_is_a_model_directory(llama: 
     again = open_policy(tmp_path / "v")
     assert len(list((tmp_path / "v").glob("model-*.safetensors"))) > 2
     assert all(torch.equal(tensor, policy.tensors()[name]) for name, tensor in again.tensors().items())
+
+
+def test_a_policy_takes_the_weights_of_another_version_in_place(llama: Path, tmp_path: Path) -> None:
+    policy, wanted = open_policy(llama), open_policy(save_stock(tmp_path / "other", LLAMA, seed=5))
+    places = {name: parameter.data_ptr() for name, parameter in policy.parameters().items()}
+    refill(policy, tmp_path / "other")
+    assert all(torch.equal(tensor, wanted.tensors()[name]) for name, tensor in policy.tensors().items())
+    assert {name: parameter.data_ptr() for name, parameter in policy.parameters().items()} == places
 
 
 def test_weights_of_half_precision_are_trained_in_float32(llama: Path) -> None:

@@ -100,4 +100,4 @@ def make_learner(settings: HostSettings) -> Learner:
         return EmulatedLearner(settings)
     from opengyre.host.gradients import TorchLearner
 
-    return TorchLearner(settings.threads)
+    return TorchLearner(settings.threads, chunk=settings.chunk, offload=settings.offload)

@@ -23,11 +23,12 @@ from opengyre.host.compute import Work, gradient
 from opengyre.host.learners import Accumulator, UntrainableError, counted, plus, trained_of
 from opengyre.learn.codec import flatten
 from opengyre.learn.gradient import GradientStats, Item
-from opengyre.policy.open import Policy, open_policy
+from opengyre.policy.open import Policy, open_policy, refill
 from opengyre.proto.group import Member
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
-from opengyre.proto.weights import Manifest
+from opengyre.proto.weights import Manifest, ShardFile
+from opengyre.tiny.config import CONFIG_FILE
 from opengyre.weights.manifest import verify
 
 
@@ -106,12 +107,20 @@ class TorchLearner:
     def policy(self, manifest: Manifest, use: str = "base") -> Policy:
         """The policy of this version, verified; raises `WeightsError` or `ModelDirectoryError`."""
         found = self._opened.pop(use, None)
-        if found is None or found[0] != manifest:
-            found = None  # Two versions need not be in memory at once.
-            verify(manifest)
-            found = (manifest, open_policy(Path(manifest.directory)))
-        self._opened[use] = found
-        return found[1]
+        if found is not None and found[0] == manifest:
+            self._opened[use] = found
+            return found[1]
+        verify(manifest)
+        directory = Path(manifest.directory)
+        if found is not None and _config(found[0]) == _config(manifest):
+            # A large model takes long to build, and two of them need not be in memory at once.
+            refill(found[1], directory)
+            policy = found[1]
+        else:
+            found = None
+            policy = open_policy(directory)
+        self._opened[use] = (manifest, policy)
+        return policy
 
     def compute(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
         """`add`, in this thread."""
@@ -133,6 +142,10 @@ class TorchLearner:
         busy = time.monotonic() - began
         into.stats = plus(into.stats, msgspec.structs.replace(stats, busy_s=busy, unique_tokens=found.unique_tokens))
         return into
+
+
+def _config(manifest: Manifest) -> ShardFile | None:
+    return next((file for file in manifest.files if file.name == CONFIG_FILE), None)
 
 
 def zero_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

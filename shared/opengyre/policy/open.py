@@ -87,13 +87,19 @@ def open_policy(directory: Path) -> Policy:
     """The policy in `directory` with its weights, for training. Raises `ModelDirectoryError`."""
     # What is missing is said before a large model is built.
     files.read_config(directory)
-    found = files.weight_files(directory)
+    files.weight_files(directory)
     policy = build(directory)
+    refill(policy, directory)
+    return policy
+
+
+def refill(policy: Policy, directory: Path) -> None:
+    """Take the weights of another directory with the same `config.json`. Raises `ModelDirectoryError`, after which the
+    policy's weights may be of both."""
     tensors: dict[str, Tensor] = {}
-    for path in found:
+    for path in files.weight_files(directory):
         try:
             tensors.update(load_file(path))
         except SafetensorError as error:
             raise ModelDirectoryError(f"{path} is not a safetensors file: {error}") from error
     policy.fill(tensors, directory)
-    return policy
