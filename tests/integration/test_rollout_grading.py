@@ -252,16 +252,18 @@ async def test_work_kept_at_an_error_of_the_agent_is_scored(stack: Stack) -> Non
     assert stack.sandboxes.modes == ["shared"]
 
 
-async def test_a_sandbox_lost_under_its_writer_is_made_again(stack: Stack) -> None:
-    """Between two commands: those that were recorded are repeated, and the episode goes on."""
+@pytest.mark.parametrize("kind", ["sandbox_gone", "infra_error"])
+async def test_a_sandbox_lost_under_its_writer_is_made_again(stack: Stack, kind: str) -> None:
+    """Those commands that were recorded are repeated, and the episode goes on; one that is there but cannot run
+    commands is not left to its lease."""
     episode = scored(Scoring())
     sandboxes = stack.sandboxes
     run = sandboxes._run
 
     async def losing(request: ExecRequest) -> ExecResult:
         if request.exec_id.endswith("t1") and request.sandbox == episode.execution:
-            sandboxes.live.pop(request.sandbox)
-            raise RpcFailedError("sandbox_gone", "its service has ended")
+            sandboxes._execs.clear()
+            raise RpcFailedError(kind, "its machine has ended, or cannot start a process")
         return await run(request)
 
     sandboxes._run = losing  # type: ignore[method-assign]  # a fault is put in from outside
@@ -273,6 +275,7 @@ async def test_a_sandbox_lost_under_its_writer_is_made_again(stack: Stack) -> No
     assert end(events).reason == "done"
     assert sandboxes.ran == [f"{episode.execution}-t{turn}" for turn in (0, 0, 1, 2)]
     assert of(SandboxOpened, events)[1].sandbox == f"{episode.execution}-a0"
+    assert (episode.execution in sandboxes.destroyed) == (kind == "infra_error")
     assert of(Verified, events)[0].infra_error is None
 
 

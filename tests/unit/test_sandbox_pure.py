@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxSpec, VerifyR
 from opengyre.proto.task import Check
 from opengyre.sandbox import cgroups, check, jail
 from opengyre.sandbox.core import InvalidRequest, Spec
+from opengyre.sandbox.evaluate import clean, failed, is_clean, is_of, lasts_s
 from opengyre.sandbox.launch.output import join_text, split_sizes
 from opengyre.sandbox.launch.tree import Process, belonging
 from opengyre.sandbox.lease import Effect, Event, Lease, State, advance
@@ -278,3 +280,30 @@ def test_trap_04_every_tmpfs_has_a_size():
 def test_trap_14_limits_never_ask_for_more_memory_than_the_group_gives():
     assert "AS" not in jail.limits(DEFAULTS, memory_by_cgroup=True)
     assert jail.limits(DEFAULTS, memory_by_cgroup=False)["AS"] == 256 << 20
+
+
+# Evaluations apart
+
+IDS = st.from_regex(r"[A-Za-z0-9_-]{1,96}", fullmatch=True)
+
+
+@given(sandbox=IDS, other=IDS, evaluation=IDS)
+def test_a_clean_sandbox_is_nobody_elses(sandbox: str, other: str, evaluation: str):
+    """No id of a caller's names one, and each belongs to the sandbox that it was made for and to no other."""
+    made = clean(msgspec.structs.replace(DEFAULTS, sandbox=sandbox, env={"HOME": "/x", "A": "b"}), evaluation)
+    assert is_clean(made.sandbox)
+    assert not is_clean(sandbox)
+    assert is_of(made.sandbox, sandbox)
+    assert is_of(made.sandbox, other) == (other == sandbox)
+    assert made.env == {"HOME": "/tmp", "A": "b"}
+    assert (made.workspace_mb, made.memory_mb, made.pids) == (16, 256, 64)
+    with pytest.raises(InvalidRequest):
+        check.identifier("sandbox", made.sandbox)
+
+
+def test_an_evaluation_that_could_not_begin_is_not_valid():
+    checks = tuple(Check(name=f"c{number}", command="true", weight=0.5) for number in range(2))
+    request = VerifyRequest(sandbox="s", verify_id="v", checks=checks, timeout_s=10.0)
+    found = failed(request, "no memory is left", isolated=True)
+    assert (found.valid, found.infra_error, found.parts) == (False, "no memory is left", ())
+    assert lasts_s(request) > 20.0

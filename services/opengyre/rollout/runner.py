@@ -38,7 +38,7 @@ from opengyre.rollout.models import Models
 from opengyre.rollout.program import MAX_S, ProgramAgent, command_of, port_of
 from opengyre.rollout.recorder import Recorder
 from opengyre.rollout.router import Router
-from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLostError
+from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxFaultError, SandboxLostError
 from opengyre.shared import metrics
 from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bus
@@ -206,7 +206,10 @@ class Runner:
         if self.dispatch.harness.agent != "shell" or self._remade >= restore.MOST:
             raise loss
         log.warning("%s; making it again", loss)
+        old = self._ref()
         await self._make_again()
+        if isinstance(loss, SandboxFaultError):  # it may be there still
+            await self.station.sandboxes.destroy(old)
 
     async def _measure(self, budget: TimeBudget) -> None:
         """Before a call: what the work is worth, if that is due."""

@@ -112,7 +112,11 @@ class SandboxService:
                 raise CannotIsolateError(
                     f"{error}; to run commands without isolation all the same, set sandbox.allow_unisolated = true"
                 ) from error
-            log.warning("sandbox: %s; going on without isolation, as sandbox.allow_unisolated is set", error)
+            log.warning(
+                "sandbox: %s; going on without isolation, as sandbox.allow_unisolated is set; runs need "
+                "scoring.grading = 'shared' here",
+                error,
+            )
             return await self._use(Bubblewrap(root, isolated=False))
 
     async def _use(self, backend: Bubblewrap) -> int:

@@ -27,7 +27,7 @@ from opengyre.sandbox.launch.files import WORKSPACE, FileError, Place, inside
 
 BOUND_S = 25
 """Below the bound within which the launcher has to answer."""
-MAX_ENTRIES = 100_000
+MAX_ENTRIES = 500_000
 MAX_DEPTH = 256
 MAX_PATH = 3900
 CHUNK = 1 << 20
