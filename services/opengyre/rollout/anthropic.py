@@ -28,6 +28,12 @@ class _Body(msgspec.Struct):
     stop_sequences: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: Any = None
+    thread: dict[str, Any] | None = None
+    compaction: dict[str, Any] | None = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -50,6 +56,9 @@ def parse(body: bytes, salt: str = "", *, counting: bool = False) -> Ask:
     check("messages", request.messages[-1].role != "assistant", "must not end with the assistant: nothing is prefilled")
     least = counting or (request.max_tokens is not None and request.max_tokens >= 1)
     check("max_tokens", least, "must be at least 1")
+    _refuse_what_the_server_would_do(request)
+    shaped = (request.output_config or {}).get("format") or request.output_format
+    check("output_config", not shaped, "must have no format: this model's text follows no schema")
     tools = tuple(_tool(tool) for tool in request.tools or ())
     system = request.system if isinstance(request.system, str) else _texts(request.system or [], "system")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -67,6 +76,21 @@ def parse(body: bytes, salt: str = "", *, counting: bool = False) -> Ask:
         max_tokens=request.max_tokens,
         stream=bool(request.stream),
     )
+
+
+def _refuse_what_the_server_would_do(request: _Body) -> None:
+    """No history is kept for the client but in its own requests, and nothing runs here."""
+    if request.thread is not None:
+        raise ApiError(
+            400,
+            "thread is not served: send the whole history with each request.",
+            param="thread",
+            # By this its clients know that they may go on without.
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
+    check("compaction", request.compaction is None, "is not served: compact the history yourself")
+    check("container", request.container is None, "is not served: nothing runs here")
+    check("mcp_servers", not request.mcp_servers, "are not served: call them yourself")
 
 
 def _texts(blocks: Sequence[Mapping[str, Any]], where: str) -> str:
@@ -265,7 +289,8 @@ def error_body(error: ApiError) -> bytes:
     if isinstance(error, ContextExceededError):
         message = f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
     kind = _KINDS.get(status_of(error), "overloaded_error" if error.retry else "api_error")
-    return _encoder.encode({"type": "error", "error": {"type": kind, "message": message}})
+    more = {} if error.details is None else {"details": error.details}
+    return _encoder.encode({"type": "error", "error": {"type": kind, "message": message, **more}})
 
 
 def stream_error(error: ApiError) -> Iterator[bytes]:

@@ -18,7 +18,8 @@ MAX_STOPS = 16
 
 
 class ApiError(Exception):
-    """A refusal; each API writes it in its own shape. `retry` is what the client's automatic retry is told."""
+    """A refusal; each API writes it in its own shape. `retry` is what the client's automatic retry is told, `details`
+    what Anthropic's clients look into."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry: bool = False,
         retry_after_s: float | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -38,6 +40,7 @@ class ApiError(Exception):
         self.param = param
         self.retry = retry
         self.retry_after_s = retry_after_s
+        self.details = details
 
 
 class ContextExceededError(ApiError):

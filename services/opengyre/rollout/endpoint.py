@@ -27,6 +27,7 @@ from opengyre.rollout.streams import events, first_news, head_of, token_texts
 
 MAX_BODY = 8 << 20
 GONE = 499
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 def load_secret(folder: Path) -> bytes:
@@ -109,6 +110,12 @@ class Endpoints:
             ("GET", "models/{model}", CHAT, _models),
         )
         return [
+            *self._served(served),
+            Route("/x/{execution}/v1/{path:path}", self._serve(CHAT, _unknown), methods=METHODS),
+        ]
+
+    def _served(self, served: Sequence[tuple[str, str, Dialect, Handler]]) -> list[BaseRoute]:
+        return [
             Route(f"/x/{{execution}}/v1/{path}", self._serve(dialect, handler), methods=[method])
             for method, path, dialect, handler in served
         ]
@@ -141,6 +148,16 @@ class Endpoints:
         if recorder is None:
             raise ApiError(404, f"Execution {execution} is not live here.", code="execution_not_found", retry=True)
         return recorder
+
+
+async def _unknown(_recorder: Recorder, request: Request) -> Response:
+    path = request.path_params["path"]
+    raise ApiError(
+        404,
+        f"{request.method} /v1/{path} is not served; there are chat/completions, completions, messages, "
+        "messages/count_tokens and models.",
+        code="not_found",
+    )
 
 
 async def _models(recorder: Recorder, request: Request) -> Response:

@@ -58,6 +58,8 @@ class _Body(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    web_search_options: Any = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -85,6 +87,8 @@ def parse(body: bytes, salt: str = "") -> Ask:
     check("top_logprobs", not request.top_logprobs, "must be 0: only the sampled token's log-prob is kept")
     kind = (request.response_format or {}).get("type", "text")
     check("response_format", kind == "text", 'must be {"type": "text"}')
+    check("web_search_options", request.web_search_options is None, "is not served: nothing is searched here")
+    check("modalities", request.modalities in (None, ["text"]), 'must be ["text"]')
     check("max_tokens", wished is None or wished >= 1, "must be at least 1")
     check("functions", not request.functions, "are not served; send them as tools")
     tools = tuple(_tool(tool) for tool in request.tools or ())
