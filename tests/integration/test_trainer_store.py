@@ -10,12 +10,15 @@ import torch
 from opengyre.learn.codec import flatten
 from opengyre.policy.open import open_policy
 from opengyre.proto.run import Optimization
+from opengyre.ranks.crew import crew
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
+from opengyre.trainer import checkpoint
 from opengyre.trainer.learner import Learner, Total, read_policy
 from opengyre.trainer.store import CheckpointError, CommittedElsewhereError, Record, Store, clean_weights, prune_weights
 from opengyre.weights.manifest import verify
+from support.checkpoint_ranks import resharded
 from support.models import LLAMA, save_stock
 
 pytestmark = pytest.mark.torch
@@ -259,3 +262,21 @@ def test_a_stock_model_is_trained_and_its_version_is_a_model_directory(tmp_path:
     verify(manifest)
     written = open_policy(tmp_path / "w" / "v000002").tensors()
     assert all(torch.equal(tensor, written[name]) for name, tensor in one.policy.tensors().items())
+
+
+async def test_a_checkpoint_is_read_and_written_by_other_numbers_of_processes(tmp_path: Path) -> None:
+    """One process wrote it; two hold it in shards, and write it from there; one reads that again."""
+    save_stock(tmp_path / "m", LLAMA)
+    one = learner(tmp_path / "m")
+    store = Store(tmp_path / "r", keep=3)
+    store.commit(record(1), one.save)
+    async with crew(2, start_s=120) as ranks:
+        given = [(store.directory(1), tmp_path / "by-two")] * 2
+        found = await ranks.burst(resharded, given, timeout_s=60)
+    wanted = one.policy.tensors()
+    for tensors, held in found:
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())
+        assert held < 0.6 * sum(tensor.numel() for tensor in wanted.values())
+    again = checkpoint.load(tmp_path / "by-two")
+    assert again.keys() == {f"model/{name}" for name in wanted}
+    assert all(torch.equal(again[f"model/{name}"], tensor) for name, tensor in wanted.items())

@@ -33,11 +33,12 @@ def _alone() -> Iterator[None]:
 
 
 def save(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write the tensors to `directory`, which is made."""
+    """Write the tensors to `directory`, which is made. In a process group every process calls it, and writes its parts
+    of DTensors."""
     with _alone():
         # Who commits syncs everything at once.
         writer = FileSystemWriter(directory, sync_files=False)
-        write_state(dict(tensors), storage_writer=writer, no_dist=True)
+        write_state(dict(tensors), storage_writer=writer)
 
 
 def load(directory: Path) -> dict[str, Tensor]:
