@@ -352,3 +352,34 @@ def test_every_event_is_allowed_somewhere_and_repeats_change_nothing() -> None:
     for state in (EngineState.RUNNING, EngineState.ASLEEP):
         with pytest.raises(WrongStateError, match="must be paused"):
             advance(state, EngineEvent.LOAD)
+
+
+def test_what_is_seen_of_a_call_under_way_is_its_beginning(engine: TinyEngine, directories: tuple[Path, Path]) -> None:
+    """Looked at beside the worker, again and again, over an exchange of weights: nothing twice, nothing missed, and
+    each token with the version that sampled it."""
+    request = _request(3, new=130)
+    [future] = _pause_midway(engine, request, tokens=60)
+    engine.load(directories[1], 11)
+    engine.resume()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    looks = 0
+    while not future.done():
+        new = engine.sampled(request.request_id, len(tokens))
+        spans = [(span.start, span.end) for span in new.weight_versions]
+        edges = [start for start, _ in spans] + [len(tokens) + len(new.token_ids)]
+        assert edges[0] == len(tokens)
+        assert all(end == after for (_, end), after in zip(spans, edges[1:], strict=True))
+        tokens += new.token_ids
+        logprobs += new.logprobs
+        versions += [span.version for span in new.weight_versions for _ in range(span.start, span.end)]
+        looks += bool(new.token_ids)
+    result = future.result(BOUND_S)
+    assert looks > 2
+    assert result.token_ids[: len(tokens)] == tuple(tokens)
+    assert result.logprobs[: len(tokens)] == tuple(logprobs)
+    covered = [span.version for span in result.weight_versions for _ in range(span.start, span.end)]
+    assert covered[: len(versions)] == versions
+    assert {10, 11} == set(covered)
+    assert engine.sampled(request.request_id, 0).token_ids == (), "it is over"
