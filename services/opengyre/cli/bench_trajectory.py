@@ -95,11 +95,23 @@ def _paths(executions: int) -> tuple[msgspec.Raw, ...]:
 
 def _show(facts: Facts) -> None:
     if facts.tree:
-        shown = Table("times", "calls as", "new tokens", "calls", "in prompts", "raw MB", "above MB", "s", "tokens/s")
+        shown = Table(
+            "times",
+            "calls as",
+            "new tokens",
+            "calls",
+            "in prompts",
+            "raw MB",
+            "above MB",
+            "s",
+            "processor s",
+            "tokens/s of a core",
+        )
         for row in facts.tree:
             shown.add_row(
                 f"{row.factor}", row.form, f"{row.new_tokens:,}", f"{row.calls}", f"{row.path_tokens:,}",
-                f"{row.raw_mb:g}", f"{row.above_raw_mb:g}", f"{row.add_s + row.tree_s:.3f}", f"{row.tokens_per_s:,}",
+                f"{row.raw_mb:g}", f"{row.above_raw_mb:g}", f"{row.add_s + row.tree_s:.3f}", f"{row.processor_s:g}",
+                f"{row.tokens_per_s:,}",
             )  # fmt: skip
         console.print(shown)
     if (broker := facts.broker) is not None:
@@ -108,9 +120,12 @@ def _show(facts: Facts) -> None:
             f"{broker.megabytes:g} MB; appended in {broker.append_s:g} s, all scored after {broker.end_to_end_s:g} s: "
             f"{broker.tokens_per_s:,} tokens/s"
         )
-        shown = Table("stage, of one group", "s", "tokens/s")
+        shown = Table("stage, of one group", "s", "processor s", "share", "tokens/s of a core", "aim")
         for stage in broker.stages:
-            shown.add_row(stage.name, f"{stage.seconds:g}", f"{stage.tokens_per_s:,}")
+            rates = ("" if rate is None else f"{rate:,}" for rate in (stage.tokens_per_s, stage.aim_tokens_per_s))
+            shown.add_row(
+                stage.name, f"{stage.seconds:g}", f"{stage.processor_s:g}", f"{stage.share:.0%}", *rates,
+            )  # fmt: skip
         console.print(shown)
     if facts.paths:
         shown = Table("j_max", "paths", "trained", "of sampled", "row tokens", "s", "share")

@@ -27,7 +27,7 @@ from opengyre.proto.traj import Call, TrajEvent
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, bootstrap, follow, read
 from opengyre.trajectory.assemble import LogEvent, assemble
-from opengyre.trajectory.tree import paths, tree_of
+from opengyre.trajectory.tree import draw, paths, tree_of
 
 STALL_S = 300.0
 EXECUTION = Shape(100_000, 70, sub_agents=2, compactions=1)
@@ -35,10 +35,23 @@ WRITERS = 16
 """Executions that are appended at a time."""
 
 
+AIM = 5_000_000
+"""New tokens a second of a core that building trees is to reach."""
+TREES = "build the trees"
+SHORT = 1e-3
+"""Processor time that is too short for a rate."""
+
+
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of its own, without those before it. `processor_s` is of this process alone, and what `tokens_per_s` (new
+    tokens a second of a core) is told by (none below `SHORT`); `share` is of all stages' processor time."""
+
     name: str
     seconds: float
-    tokens_per_s: float
+    processor_s: float
+    tokens_per_s: int | None
+    share: float
+    aim_tokens_per_s: int | None = None
 
 
 class BrokerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +65,7 @@ class BrokerRow(msgspec.Struct, frozen=True, kw_only=True):
     megabytes: float
     append_s: float
     end_to_end_s: float
-    tokens_per_s: float
+    tokens_per_s: int
     stages: tuple[Stage, ...]
 
 
@@ -151,37 +164,63 @@ def _tokens(event: TrajEvent) -> int:
     return len(event.prompt_ids) + len(event.sampled_ids) if isinstance(event, Call) else 0
 
 
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(before: tuple[float, float]) -> tuple[float, float]:
+    now = _now()
+    return now[0] - before[0], now[1] - before[1]
+
+
+def _least(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall and processor time of the best of three."""
+    found: list[tuple[float, float]] = []
+    for _ in range(3):
+        before = _now()
+        work()
+        found.append(_since(before))
+    return min(wall for wall, _ in found), min(processor for _, processor in found)
+
+
 async def _stages(bus: Bus, logs: list[list[TrajEvent]]) -> tuple[Stage, ...]:
-    """Where the time of one group goes, one step after the other."""
+    """Where the time of one group goes, each step without those before it."""
     name = logs[0][0].group
     tokens = sum(_tokens(event) for log in logs for event in log)
-    stages: list[Stage] = []
-
-    def stage(what: str, since: float) -> float:
-        now = time.perf_counter()
-        stages.append(Stage(name=what, seconds=round(now - since, 4), tokens_per_s=round(tokens / (now - since))))
-        return time.perf_counter()
-
-    at = time.perf_counter()
-    payloads = [codec.encode(event) for log in logs for event in log]
-    at = stage("encode the events", at)
+    before = _now()
     stored = await read(bus, subjects.TRAJ, subjects.traj(RUN, name, "*", "*"))
-    at = stage("read the log from the broker", at)
+    reading = _since(before)
     events: list[LogEvent] = [e for message in stored if isinstance(e := message.event(), TrajEvent)]
-    at = stage("decode it", at)
     calls = [[event for event in log if isinstance(event, Call)] for log in logs]
-    at = time.perf_counter()
-    for of_execution in calls:
-        tree_of(of_execution)
-    at = stage("build the trees", at)
-    for of_execution in calls:
-        paths(of_execution)
-    at = stage("build the trees, choose and write out paths", at)
     (part,) = assemble(events)
-    at = stage("assemble, all of it", at)
     assert part.ready is not None
-    encoded = msgspec.json.encode(part.ready.members)
-    stage("encode the group", at)
-    assert len(payloads) == len(stored)
-    assert encoded
-    return tuple(stages)
+    members = part.ready.members
+    trees = _least(lambda: [tree_of(of_execution) for of_execution in calls])
+    drawn = _least(lambda: [draw(of_execution) for of_execution in calls])
+    written = _least(lambda: [paths(of_execution) for of_execution in calls])
+    steps = {
+        "encode the events": _least(lambda: [codec.encode(event) for log in logs for event in log]),
+        "read the log from the broker": reading,
+        "decode it": _least(lambda: [message.event() for message in stored]),
+        TREES: trees,
+        "choose the paths": _less(drawn, trees),
+        "write the paths out": _less(written, drawn),
+        "order, scores, advantages": _less(_least(lambda: assemble(events)), written),
+        "encode the group": _least(lambda: msgspec.json.encode(members)),
+    }
+    whole = sum(processor for _, processor in steps.values())
+    return tuple(
+        Stage(
+            name=step,
+            seconds=round(wall, 4),
+            processor_s=round(processor, 4),
+            tokens_per_s=round(tokens / processor) if processor > SHORT else None,
+            share=round(processor / whole, 3),
+            aim_tokens_per_s=AIM if step == TREES else None,
+        )
+        for step, (wall, processor) in steps.items()
+    )
+
+
+def _less(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return max(0.0, one[0] - other[0]), max(0.0, one[1] - other[1])
