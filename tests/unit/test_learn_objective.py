@@ -194,6 +194,7 @@ def test_a_cap_bounds_the_ratio_where_the_advantage_is_negative() -> None:
     assert evaluate([Row(math.log(5), 0.0, -1.0)], cut)[1] == pytest.approx([3.0]), "bounded, and not stopped"
     assert evaluate([Row(math.log(5), 0.0, -1.0)], free)[1] == pytest.approx([2.0])
     assert evaluate([Row(math.log(5), 0.0, -1.0)], cut)[2].clipped_tokens == 1
+    assert evaluate([Row(-1.0, -1.0 - math.log(1.5), 2.0)], cut)[1] == pytest.approx([-3.0]), "a weight, not a ratio"
 
 
 def test_at_its_bounds_a_ratio_still_counts_as_inside() -> None:
@@ -277,7 +278,7 @@ def test_an_empty_table_has_no_loss(loss) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_token_that_is_too_old_has_no_part_in_the_loss(loss) -> None:
-    rows = [Row(-1.0, -1.2, 1.0, age=2), Row(-0.5, -0.4, 1.0), Row(-3.0, -0.1, -2.0, age=3)]
+    rows = [Row(-1.0, -1.2, 1.0, age=2), Row(-0.5, -0.4, 1.0, age=1), Row(-3.0, -0.1, -2.0, age=3)]
     masked = Optimization(loss=loss, max_age=1, kl=0.5)
     value, gradient, stats = evaluate(rows, masked)
     alone, [slope], _ = evaluate(rows[1:2], masked)
