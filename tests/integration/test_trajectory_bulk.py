@@ -11,7 +11,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pyarrow import parquet
 
+from opengyre.cli.trajectory_export import WRITERS, export
+from opengyre.cli.trajectory_files import open_log
+from opengyre.formats import Forest, read_tree
 from opengyre.learn import gradient
 from opengyre.proto import codec, subjects
 from opengyre.proto.dlq import DeadLetter
@@ -203,3 +207,21 @@ async def test_what_is_packed_and_filled_is_the_same_and_what_is_small_stays(blo
     assert packed.bulk is not None
     blobs.path(packed.bulk.blob).write_bytes(b"damaged")
     assert await fill(blobs.get, [packed]) == [packed]
+
+
+async def test_a_file_of_the_stream_and_an_export_have_the_ids_of_blobs(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    prompt = long_prompt()[:40_000]
+    await written(bus, blobs, MEMBERS[0], 1.0, prompt)
+    stored = await read(bus, subjects.TRAJ, subjects.traj("r", GROUP, MEMBERS[0], "*"))
+    file = tmp_path / "traj.jsonl"
+    file.write_bytes(b"\n".join(message.payload for message in stored))
+    found = read_tree(open_log(file, tmp_path / "state" / "blobs"), Forest())
+    assert (found.format, found.unique_nodes, found.events, found.refused.count) == ("gyre", 40_008, 6, 0)
+    without = read_tree(open_log(file, tmp_path / "nowhere"), Forest())
+    assert without.refused.reasons == {"blob_missing": 1, "parent_missing": 1}
+
+    out = tmp_path / "calls.parquet"
+    assert await export(bus, blobs, MEMBERS[0], None, out, WRITERS["parquet"]) == (1, 2)
+    rows = parquet.read_table(out).to_pylist()
+    assert [len(row["prompt_ids"]) for row in rows] == [40_000, 2]
+    assert tuple(rows[0]["prompt_ids"]) == prompt

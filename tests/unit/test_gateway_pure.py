@@ -17,7 +17,7 @@ from opengyre.proto.base import Event
 from opengyre.proto.run import RunSpec
 from opengyre.proto.service import ServiceStatus, Wait
 from opengyre.proto.task import Check, GroupConsumed, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
-from opengyre.proto.traj import Call, Part, VersionSpan
+from opengyre.proto.traj import Bulk, Call, Part, VersionSpan
 
 SPEC = TaskSpec(task="t", instruction="x", checks=(Check(name="a", command="true", weight=1.0),), repeat=2)
 
@@ -100,6 +100,9 @@ def test_token_ids_are_shown_only_when_asked_for() -> None:
     )  # fmt: skip
     assert shown(call, tokens=False)["prompt_ids"] == 2
     assert list(shown(call, tokens=True)["prompt_ids"]) == [1, 2]
+    bulk = Bulk(blob="sha256:0", prompt_ids=70, sampled_ids=3)
+    elsewhere = shown(msgspec.structs.replace(call, prompt_ids=(), sampled_ids=(), bulk=bulk), tokens=False)
+    assert (elsewhere["prompt_ids"], elsewhere["sampled_ids"]) == (70, 3)
 
 
 @given(st.dictionaries(st.sampled_from(STREAMS), st.integers(0, 2**63 - 2), min_size=1))

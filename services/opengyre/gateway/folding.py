@@ -141,4 +141,8 @@ def shown(event: Event, *, tokens: bool) -> dict[str, Any]:
         for name in BULK:
             if name in document:
                 document[name] = len(document[name])
+        # Ids that were too large for the event are elsewhere.
+        for name, count in (document.get("bulk") or {}).items():
+            if name in document:
+                document[name] = count
     return document
