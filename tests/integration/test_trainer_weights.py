@@ -1,6 +1,7 @@
 """Weights as the trainer keeps them: mended where they are damaged, kept where a loss needs them, of any model."""
 
 import functools
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from opengyre.proto.run import Dispatch, Optimization, RunSpec
 from opengyre.proto.update import Committed
 from opengyre.proto.weights import Manifest, WeightsPublished, WeightsRefused
 from opengyre.shared.blobs import Blobs
-from opengyre.shared.bus import Bucket, Bus
+from opengyre.shared.bus import Bucket, Bus, bootstrap
 from opengyre.shared.settings import CacheSettings
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.model import TinyModel
@@ -126,6 +127,40 @@ async def test_what_was_damaged_while_no_trainer_lived_is_whole_when_one_has_sta
         await eventually(lambda: not damaged(Path(first.directory)) and not damaged(Path(base.directory)), 30)
     verify(first)
     verify(base)
+
+
+async def test_what_is_published_is_told_again_to_a_broker_that_lost_it(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path
+) -> None:
+    """It is an older version than the last checkpoint's: nothing would be admitted until the burst's end."""
+    await start(bus, model, updates=4, mu=2)
+    async with trainer(bus, blobs, tmp_path, "t0", keep_checkpoints=1), cells(bus, blobs, tmp_path, through):
+        first = await published(bus, 0)
+        await offer(bus, real_group(RUN, 0, G))
+        await reach(bus, 1)
+    await bus.js.delete_stream(subjects.WEIGHTS)
+    await bootstrap(bus)
+    spoil(first, "model.safetensors")
+    async with trainer(bus, blobs, tmp_path, "t1"):
+        assert await published(bus, 0) == first
+        assert damaged(Path(first.directory)) == [], "before it is told"
+
+
+async def test_a_published_version_that_cannot_be_mended_stops_no_training(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checkpoint is gone as well; nobody could serve it, and the next one is published in its place."""
+    await start(bus, model, updates=2, mu=2)
+    async with trainer(bus, blobs, tmp_path, "t0"), cells(bus, blobs, tmp_path, through):
+        first = await published(bus, 0)
+        await offer(bus, real_group(RUN, 0, G))
+        await reach(bus, 1)
+    spoil(first, "model.safetensors")
+    shutil.rmtree(tmp_path / "state" / "trainer" / RUN / "v000000")
+    async with trainer(bus, blobs, tmp_path, "t1"), cells(bus, blobs, tmp_path, through):
+        await offer(bus, real_group(RUN, 1, G))
+        verify(await published(bus, 2))
+    assert "version 0 cannot be published again" in caplog.text
 
 
 async def test_a_cell_that_finds_its_base_damaged_trains_on_it_once_it_is_mended(

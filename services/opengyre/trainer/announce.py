@@ -16,10 +16,13 @@ from opengyre.shared.bus import Bus, read
 from opengyre.trainer.store import Record
 
 
-async def announce(bus: Bus, record: Record, manifest: Manifest, *, again: bool) -> None:
+async def announce(
+    bus: Bus, record: Record, manifest: Manifest, *, again: bool, published: Manifest | None = None
+) -> None:
     """Publish Committed, GroupConsumed of each group, WeightsPublished, RunFinished, as far as `record` has them.
 
-    `again`: some may be in the streams already.
+    `again`: some may be in the streams already. `published`: the manifest of `record.published` where that is an older
+    version than the record's; it is published again if the stream does not know it, for nothing is admitted before.
     """
     run = record.run
     if record.committed is not None and not (again and await committed_version(bus, run) >= record.version):
@@ -29,6 +32,8 @@ async def announce(bus: Bus, record: Record, manifest: Manifest, *, again: bool)
             tasks.create_task(_consumed(bus, consumed, again=again))
     if record.published == record.version and not (again and await published_version(bus, run) >= record.version):
         await bus.publish(subjects.weights(run, "published"), WeightsPublished(run=run, manifest=manifest))
+    if published is not None and await published_version(bus, run) < record.published:
+        await bus.publish(subjects.weights(run, "published"), WeightsPublished(run=run, manifest=published))
     if record.finished:
         subject = subjects.update(run, "finished")
         if not (again and await bus.last(subject, subjects.UPDATES) is not None):

@@ -82,7 +82,8 @@ class RunTrainer:
             self._state = await self._off_loop(open_state, self._context, self.spec)
             self._frontier = Frontier(self.record.frontier, self.record.partial)
             bus = self._context.bus
-            await announce(bus, self.record, self._state.manifest, again=True)
+            older = await self._off_loop(self._state.published)
+            await announce(bus, self.record, self._state.manifest, again=True, published=older)
             await self._forget(self.record.blobs)
             await self._forget_gradients()
             self._context.missing = None

@@ -4,6 +4,7 @@ The weights of a version are written after its commit, from what was committed, 
 and are the same. Blocking: runs in the trainer's torch thread.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest
 from opengyre.shared.lifecycle import Context
 from opengyre.tiny.config import ModelDirectoryError
+from opengyre.trainer.checkpoint import CheckpointFormatError
 from opengyre.trainer.learner import Learner, extra_files, read_policy, write_policy
 from opengyre.trainer.store import Record, Store, clean_weights, prune_weights
-from opengyre.weights.manifest import damaged, read
+from opengyre.weights.manifest import WeightsError, damaged, read
 from opengyre.weights.write import version_directory
+
+log = logging.getLogger("gyre.trainer")
 
 
 @dataclass(slots=True)
@@ -67,6 +71,18 @@ class State:
             policy = self.learner.policy if here else read_policy(self.store.directory(version))
             write_policy(policy, self.learner.extra, directory, self.record.run, version)
         return bad
+
+    def published(self) -> Manifest | None:
+        """The manifest of what is published, whole, where that is an older version than the record's; None, too, where
+        it cannot be made whole: training goes on, and the next publication replaces it."""
+        if self.record.published == self.record.version:
+            return None
+        try:
+            self.mend(self.record.published)
+            return read(version_directory(self.weights, self.record.published))
+        except (WeightsError, ModelDirectoryError, CheckpointFormatError) as error:
+            log.error("version %d cannot be published again: %s", self.record.published, error)  # noqa: TRY400 - known
+            return None
 
     def _published_before(self) -> set[int]:
         found = (int(path.name[1:]) for path in self.weights.glob("v[0-9]*"))
