@@ -43,6 +43,22 @@ from support.processes import process
 from support.rollout_fakes import Stack, dispatch
 
 SCRIPT = ["echo one > a.txt", "cat b.txt", "cp a.txt b.txt", "done"]
+PROGRAM_AGENT = """
+import json, os, subprocess, urllib.request
+background = subprocess.Popen(["sleep", "1000"])
+messages = [{"role": "user", "content": "work"}]
+while True:
+    body = json.dumps({"model": os.environ["GYRE_MODEL"], "messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {
+        "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    if messages[-1]["content"] == "done":
+        break
+    subprocess.run(messages[-1]["content"], shell=True)
+    messages.append({"role": "tool", "content": "ok"})
+print("kept going" if background.poll() is None else "was stopped")
+"""
 E = TypeVar("E", bound=AnyTrajEvent)
 real = [
     pytest.mark.sandbox,
@@ -396,6 +412,24 @@ class TestReal:
         assert [measured[turn]["honest"] for turn in range(4)] == [0.0, 1.0, 1.0, 1.0]
         assert all(one["outside"] == one["home"] == 0.0 for one in measured.values())
         assert end(events).reason == "done"
+
+    @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a python3 that sandboxes see")
+    async def test_progress_of_a_program_is_what_its_work_was_before_each_call(self, bare: Stack) -> None:
+        """It works on beside its calls, in the background, and is not stopped for a measurement."""
+        script = ["echo one > a.txt", "true", "touch ticks; echo zero > a.txt", "done"]
+        checks = (Check(name="one", command='[ "$(cat a.txt)" = one ]', weight=1.0),)
+        episode = scored(Scoring(progress_every=1), agent="program", program="python3 agent.py", max_turns=8)
+        task = msgspec.structs.replace(episode.task, files={"agent.py": PROGRAM_AGENT}, checks=checks)
+        async with real_sandboxes(bare):
+            events = await lived(bare, msgspec.structs.replace(episode, task=task), script)
+        assert kinds(events)[2:-2] == ["Progressed", "Call"] * 4 + ["ToolResult"]
+        measured = of(Progressed, events)
+        assert [(event.turn, event.infra_error) for event in measured] == [(turn, None) for turn in range(4)]
+        assert [event.parts[0].value for event in measured] == [0.0, 1.0, 1.0, 0.0]
+        assert [event.call for event in measured] == [None, *(call.call for call in of(Call, events)[:3])]
+        [program] = of(ToolResult, events)
+        assert (program.exit_code, program.output) == (0, "kept going")
+        assert end(events).duration_s < program.duration_s, "what measuring took is not the agent's"
 
     async def test_a_sandbox_service_that_lost_everything_loses_no_episode(self, bare: Stack) -> None:
         """Its container died, sandboxes and all, and an empty one took its place."""
