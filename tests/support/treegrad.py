@@ -134,7 +134,7 @@ def clipped_with_kl(logp: Tensor, events: Events) -> tuple[Tensor, None]:
     free = torch.minimum(ratio * events.advantage, ratio.clamp(0.8, 1.28) * events.advantage)
     reference = events.behaviour.flip(0) if events.reference is None else events.reference
     kl = torch.exp(reference - logp) - 1 - (reference - logp)
-    size = int(events.sequence.max()) + 1
+    size = int(events.sequence.max()) + 1 if events.sequence.numel() else 0
     total = logp.new_zeros(size).index_add(0, events.sequence, logp - events.behaviour)
     counts = logp.new_zeros(size).index_add(0, events.sequence, torch.ones_like(logp)).clamp(min=1)
     whole = torch.exp(total / counts)[events.sequence]

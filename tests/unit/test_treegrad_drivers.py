@@ -79,7 +79,7 @@ def test_a_path_beyond_the_tiny_models_positions_is_refused() -> None:
 def test_attention_by_blocks_is_attention(monkeypatch, plain, offload, heads, kv_heads, length) -> None:
     """Output and all gradients beside one softmax over past and chunk, with and without a flash kernel."""
     if plain:
-        monkeypatch.setattr(kernels, "_kind", lambda q, v: "plain")
+        monkeypatch.setattr(kernels, "_kind", lambda *_: "plain")
     generator = torch.Generator().manual_seed(3)
 
     def draw(count: int, tokens: int) -> torch.Tensor:

@@ -140,14 +140,49 @@ def test_a_very_deep_forest_is_no_deep_recursion() -> None:
 @given(_paths(), st.integers(1, 7), st.sets(st.integers(0, 40)))
 def test_chunks_cover_segments_in_order(paths, size, cuts) -> None:
     forest = build(paths)
-    chunks = plan(forest, size, cuts)
-    for segment, found in enumerate(chunks):
-        covered = [node for chunk in found for node in range(chunk.low, chunk.high)]
+    units = plan(forest, size, cuts=cuts)
+    assert [unit.parent for unit in units] == forest.parent.tolist()
+    for segment, unit in enumerate(units):
+        covered = [node for chunk in unit.chunks for node in range(chunk.low, chunk.high)]
         assert covered == list(range(forest.first[segment], forest.first[segment + 1]))
-        assert all(chunk.tokens <= size for chunk in found)
-        assert [c.position for c in found] == [forest.depth[segment] + c.low - found[0].low for c in found]
-    starts = {chunk.low for found in chunks for chunk in found}
+        assert all(chunk.tokens <= size for chunk in unit.chunks)
+        before = unit.chunks[0].low
+        assert [c.position for c in unit.chunks] == [forest.depth[segment] + c.low - before for c in unit.chunks]
+    starts = {chunk.low for unit in units for chunk in unit.chunks}
     assert {cut for cut in cuts if cut < forest.nodes} <= starts
+
+
+@given(_paths(), st.integers(2, 60))
+def test_a_pack_holds_whole_subtrees_in_which_a_node_sees_its_ancestors(paths, limit) -> None:
+    forest = build(paths)
+    units = plan(forest, 64, limit)
+    chunks = [chunk for unit in units for chunk in unit.chunks]
+    assert [node for c in chunks for node in range(c.low, c.high)] == list(range(forest.nodes))
+    for number, unit in enumerate(units):
+        if not unit.packed:
+            continue
+        assert number not in {other.parent for other in units}
+        (chunk,) = unit.chunks
+        assert chunk.tokens <= limit
+        assert chunk.pack is not None
+        trunk = () if unit.parent == ROOT else _prefix(forest, units[unit.parent].chunks[-1].high - 1)
+        assert len(trunk) == chunk.position
+        sees = chunk.pack.sees()
+        for place in range(chunk.tokens):
+            prefix = _prefix(forest, chunk.low + place)
+            visible = [*trunk, *(int(forest.tokens[chunk.low + other]) for other in np.flatnonzero(sees[place]))]
+            assert tuple(visible) == prefix
+            assert chunk.pack.positions[place] == len(prefix) - 1
+            before = int(chunk.pack.previous[place])
+            assert (trunk if not before else _prefix(forest, chunk.low + before - 1)) == prefix[:-1]
+
+
+def test_small_branches_are_packed_and_the_long_one_is_not() -> None:
+    trunk = (0,) * 20
+    forest = build([_plain((*trunk, leaf, *([5] * (30 if leaf == 3 else 2)))) for leaf in range(1, 5)])
+    units = plan(forest, 64, 16)
+    assert [(unit.packed, unit.chunks[0].tokens) for unit in units] == [(False, 20), (True, 9), (False, 31)]
+    assert not any(unit.packed for unit in plan(forest, 64, 16, cuts=[3]))
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,16 @@ def _in_float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
     leaves=st.integers(1, 40),
     depth=st.integers(1, 6),
     chunk=st.integers(1, 64),
+    pack=st.integers(0, 64),
     offload=st.booleans(),
 )
-def test_the_gradient_is_that_of_each_path_in_full(family, seed, leaves, depth, chunk, offload) -> None:
+def test_the_gradient_is_that_of_each_path_in_full(family, seed, leaves, depth, chunk, pack, offload) -> None:
     paths = random_paths(random.Random(seed), leaves, depth)
     forest = build(paths)
     model = make(family, seed % 7)
@@ -60,7 +61,7 @@ def test_the_gradient_is_that_of_each_path_in_full(family, seed, leaves, depth, 
     driver = driver_for(model)
     found = empty_accumulator(driver)
     result = accumulate(
-        driver, forest, clipped_with_kl, found, chunk=chunk, offload=offload, block=7, reference=reference
+        driver, forest, clipped_with_kl, found, chunk=chunk, pack=pack, offload=offload, block=7, reference=reference
     )
     assert result.loss == pytest.approx(float(loss), rel=EXACT, abs=1e-12)
     assert torch.allclose(result.logp, logp, rtol=EXACT, atol=EXACT)

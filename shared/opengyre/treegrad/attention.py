@@ -15,13 +15,18 @@ from opengyre.treegrad import kernels
 from opengyre.treegrad.store import KeyValues
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, past: KeyValues, layer: int, length: int, scale: float) -> Tensor:
-    """Attention of `q` (`[1, heads, tokens, head_dim]`) over `length` positions of `past`, and causally over `k`, `v`
-    (`[1, kv_heads, tokens, head_dim]`). Returns `[1, heads, tokens, head_dim]`; its graph leads to `q`, `k`, `v` and,
-    by addition, to the gradients in `past`."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, past: KeyValues, layer: int, length: int, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of `q` (`[1, heads, tokens, head_dim]`) over `length` positions of `past`, and over `k`, `v`
+    (`[1, kv_heads, tokens, head_dim]`): causally, or as `mask` says (`[tokens, tokens]`, added to the scores).
+
+    Returns `[1, heads, tokens, head_dim]`; its graph leads to `q`, `k`, `v` and, by addition, to the gradients in
+    `past`.
+    """
     if torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, past, layer, length, scale)
-    return _forward(q, k, v, past, layer, length, scale)[0]
+        return _Attention.apply(q, k, v, past, layer, length, scale, mask)
+    return _forward(q, k, v, past, layer, length, scale, mask)[0]
 
 
 def _expand(tensor: Tensor, heads: int) -> Tensor:
@@ -48,10 +53,10 @@ def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, past: KeyValues, layer: int, length: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, past: KeyValues, layer: int, length: int, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     heads, kv_heads = q.shape[1], k.shape[1]
-    out, lse = kernels.forward(q, _expand(k, heads), _expand(v, heads), True, scale)
+    out, lse = kernels.forward(q, _expand(k, heads), _expand(v, heads), mask is None, scale, mask)
     if not length:
         return out, lse
     folded = _fold(q, kv_heads)
@@ -68,19 +73,29 @@ def _forward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: KeyValues, layer: int, length: int, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: KeyValues,
+        layer: int,
+        length: int,
+        scale: float,
+        mask: Tensor | None,
     ) -> Tensor:
-        out, lse = _forward(q, k, v, past, layer, length, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = _forward(q, k, v, past, layer, length, scale, mask)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.past, ctx.layer, ctx.length, ctx.scale = past, layer, length, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, mask = ctx.saved_tensors
         grad, scale = grads[0].to(q.dtype), ctx.scale
         heads, kv_heads = q.shape[1], k.shape[1]
-        dq, dk, dv = kernels.backward(grad, q, _expand(k, heads), _expand(v, heads), out, lse, True, scale)
+        dq, dk, dv = kernels.backward(
+            grad, q, _expand(k, heads), _expand(v, heads), out, lse, mask is None, scale, mask
+        )
         if ctx.length:
             total = dq.to(lse.dtype)
             folded = [_fold(tensor, kv_heads) for tensor in (grad, q, out, lse)]
@@ -91,4 +106,4 @@ class _Attention(torch.autograd.Function):
                 total += part.reshape(total.shape)
                 ctx.past.add(ctx.layer, low, high, dkeys, dvalues)
             dq = total.to(q.dtype)
-        return dq, _reduce(dk, kv_heads), _reduce(dv, kv_heads), None, None, None, None
+        return dq, _reduce(dk, kv_heads), _reduce(dv, kv_heads), None, None, None, None, None

@@ -4,14 +4,16 @@
 first pass computes all log-probs without a graph, the objective gives g by autograd on that vector alone, and the
 second pass back-propagates one scalar through the forest.
 
-Order: segments are in preorder, so walking them backwards takes children before their parent, and a segment's chunks
+Order: units (segments, and packs of small subtrees) are in preorder, so walking them backwards takes children before
+their parent, and a unit's chunks
 are taken backwards too. Then all later tokens of all descendants have added to the gradient of a chunk's keys, values
 and last hidden state before the chunk itself is back-propagated. Nothing recurses.
 
 State: the store holds one path. The first pass leaves the last path there, which is where the second one starts; a
-segment off that path is computed once more, without a graph, when the walk first comes below it.
+unit off that path is computed once more, without a graph, when the walk first comes below it.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +34,8 @@ Objective = Callable[[Tensor, Events], tuple[Tensor, object]]
 """`(log-probs [events], table) -> (loss, what it wants to report)`."""
 
 CHUNK = 2048
+PACK = 512
+BLOCK = 8192
 
 
 @dataclass(slots=True)
@@ -61,18 +65,16 @@ class Result:
 
 @dataclass(slots=True)
 class _Held:
-    """A segment whose keys and values are in the store: the state before each of its chunks, and after the last."""
+    """A unit whose keys and values are in the store: the state before each of its chunks, and after the last."""
 
-    segment: int
-    chunks: int
-    """From its begin, that were computed."""
+    unit: int
     before: list[Boundary]
     end: Boundary
 
 
 @dataclass(slots=True)
 class _Below:
-    """The gradient that a segment's descendants left at its end."""
+    """The gradient that a unit's descendants left at its end."""
 
     hidden: Tensor | None = None
     recurrent: dict[int, Recurrent] = field(default_factory=dict)
@@ -81,8 +83,9 @@ class _Below:
 class Walk:
     """One forest on one model's weights, which must not change meanwhile: `log_probs`, then `backward`, once each.
 
-    `chunk`: tokens computed at once; `cuts`: nodes where a chunk begins besides; `block`: keys attended to at once;
-    `offload`: keys, values and their gradients in host memory.
+    `chunk`: tokens computed at once; `pack`: tokens up to which neighbouring small subtrees are computed together,
+    under a mask, where the model allows it; `cuts`: nodes where a chunk begins besides (then nothing is packed);
+    `block`: keys attended to at once; `offload`: keys, values and their gradients in host memory.
     """
 
     def __init__(
@@ -91,9 +94,10 @@ class Walk:
         forest: Forest,
         *,
         chunk: int = CHUNK,
+        pack: int = PACK,
         cuts: Collection[int] = (),
         offload: bool = False,
-        block: int = 8192,
+        block: int = BLOCK,
     ) -> None:
         self._driver, self._forest = driver, forest
         if forest.nodes and (int(forest.tokens.max()) >= driver.vocab_size or int(forest.tokens.min()) < 0):
@@ -102,7 +106,7 @@ class Walk:
                 f"0 to {driver.vocab_size - 1}"
             )
         self._device, self._dtype = placement(driver.model)
-        self._chunks = plan(forest, chunk, cuts)
+        self._units = plan(forest, chunk, pack if driver.packs else 0, cuts)
         self._tokens = torch.as_tensor(forest.tokens, device=self._device)
         self._outputs = outputs(forest, self._device, wide(self._dtype))
         self._store = KeyValues(forest.longest(), offload=offload, block=block)
@@ -113,11 +117,12 @@ class Walk:
         """Log-prob of each event's token, `[events]`, and the entropy there."""
         found = self._outputs.temperature.new_zeros(len(self._outputs))
         spread = torch.zeros_like(found) if entropy else None
-        for segment in range(self._forest.segments):
-            self._unwind(int(self._forest.parent[segment]))
-            self._enter(segment, len(self._chunks[segment]), found, spread)
-        self._events_read = self._outputs.of_event
-        return found[self._events_read], None if spread is None else spread[self._events_read]
+        for number, unit in enumerate(self._units):
+            while self._stack and self._stack[-1].unit != unit.parent:
+                self._stack.pop()
+            self._enter(number, len(unit.chunks), found, spread)
+        of_event = self._outputs.of_event
+        return found[of_event], None if spread is None else spread[of_event]
 
     def backward(self, g: Tensor, accumulator: Mapping[str, Tensor]) -> None:
         """Add `sum_e g_e * dlogp_e/dparameter` to `accumulator`; `g` is `[events]`. Also right without `log_probs`."""
@@ -126,35 +131,29 @@ class Walk:
         needed = self._needed(total)
         below: dict[int, _Below] = {}
         with collecting(self._driver, accumulator):
-            for segment in reversed(range(self._forest.segments)):
-                if needed[segment]:
-                    self._back(segment, needed[segment], total, below)
+            for number in reversed(range(len(self._units))):
+                if needed[number]:
+                    self._back(number, needed[number], total, below)
 
     def _needed(self, g: Tensor) -> list[int]:
-        """Chunks of each segment, from its begin, with a g or a child's g in or after them."""
+        """Chunks of each unit, from its begin, with a g or a child's g in or after them."""
         used = g.cpu().numpy() != 0
-        last = [0] * self._forest.segments
-        for segment in reversed(range(self._forest.segments)):
-            if not last[segment]:
-                for number, chunk in enumerate(self._chunks[segment], 1):
-                    if used[self._outputs.within(chunk.low, chunk.high)].any():
-                        last[segment] = number
-            parent = int(self._forest.parent[segment])
-            if last[segment] and parent != ROOT:
-                last[parent] = len(self._chunks[parent])
+        last = [0] * len(self._units)
+        for number, unit in reversed(list(enumerate(self._units))):
+            if not last[number]:
+                live = [used[self._outputs.within(chunk.low, chunk.high)].any() for chunk in unit.chunks]
+                last[number] = max((count for count, any_ in enumerate(live, 1) if any_), default=0)
+            if last[number] and unit.parent != ROOT:
+                last[unit.parent] = len(self._units[unit.parent].chunks)
         return last
 
-    def _unwind(self, segment: int) -> None:
-        while self._stack and self._stack[-1].segment != segment:
-            self._stack.pop()
-
-    def _enter(self, segment: int, chunks: int, logp: Tensor | None = None, spread: Tensor | None = None) -> None:
-        """Compute a segment's first `chunks` chunks without a graph, its parent being the last on the stack."""
+    def _enter(self, number: int, chunks: int, logp: Tensor | None = None, spread: Tensor | None = None) -> None:
+        """Compute a unit's first `chunks` chunks without a graph, its parent being the last on the stack."""
         state = self._stack[-1].end if self._stack else Boundary()
-        held = _Held(segment, chunks, [], state)
-        for chunk in self._chunks[segment][:chunks]:
+        held = _Held(number, [], state)
+        for chunk in self._units[number].chunks[:chunks]:
             held.before.append(held.end)
-            run = Pass(self._store, chunk.position, held.end.recurrent, keep=True, graph=False)
+            run = self._pass(chunk, held.end.recurrent, graph=False)
             with torch.no_grad():
                 hidden = self._driver.hidden(self._tokens[chunk.low : chunk.high], run)
             if logp is not None:
@@ -163,47 +162,62 @@ class Walk:
             self.stats.forward_tokens += chunk.tokens
         self._stack.append(held)
 
-    def _rows(self, chunk: Chunk, before: Tensor | None, hidden: Tensor) -> tuple[Tensor, slice, Tensor]:
-        """The hidden states that predict a chunk's outputs, which outputs they are, and their rows: row r predicts the
-        chunk's r-th token."""
+    def _pass(self, chunk: Chunk, before: dict[int, Recurrent], *, graph: bool) -> Pass:
+        if chunk.pack is None:
+            positions, mask = torch.arange(chunk.position, chunk.position + chunk.tokens, device=self._device), None
+        else:
+            positions = torch.as_tensor(chunk.pack.positions, device=self._device)
+            sees = torch.as_tensor(chunk.pack.sees(), device=self._device)
+            mask = torch.zeros(sees.shape, dtype=self._dtype, device=self._device).masked_fill_(~sees, -math.inf)
+        keep = not graph and chunk.pack is None
+        return Pass(self._store, chunk.position, positions, before, mask=mask, keep=keep, graph=graph)
+
+    def _rows(self, chunk: Chunk, before: Tensor | None, hidden: Tensor) -> tuple[Tensor, slice, Tensor, Tensor]:
+        """The hidden states that predict a chunk's outputs; which outputs they are; the outputs' tokens; and the rows
+        of those states, where row 0 lies before the chunk and row r is that of its r-th token, counted from 1."""
         part = self._outputs.within(chunk.low, chunk.high)
-        rows = torch.as_tensor(self._outputs.node[part] - chunk.low, device=self._device)
+        inside = self._outputs.node[part] - chunk.low
+        rows = torch.as_tensor(inside if chunk.pack is None else chunk.pack.previous[inside], device=self._device)
         first = hidden[:1] if before is None else before[None]
-        return torch.cat((first, hidden[:-1]))[rows], part, rows
+        targets = self._tokens[chunk.low : chunk.high][torch.as_tensor(inside, device=self._device)]
+        return torch.cat((first, hidden))[rows], part, targets, rows
 
     def _read(self, chunk: Chunk, before: Tensor | None, hidden: Tensor, logp: Tensor, spread: Tensor | None) -> None:
-        states, part, rows = self._rows(chunk, before, hidden)
-        targets = self._tokens[chunk.low : chunk.high][rows]
+        states, part, targets, _ = self._rows(chunk, before, hidden)
         temperature = self._outputs.temperature[part]
         logp[part], found = head.log_probs(self._driver, states, targets, temperature, entropy=spread is not None)
         if spread is not None and found is not None:
             spread[part] = found
 
-    def _hold(self, segment: int, chunks: int) -> _Held:
-        """Have a segment and all before it in the store; of a segment with nothing below, all but the last of the
-        `chunks` that are needed."""
-        path = self._forest.lineage(segment)
+    def _hold(self, number: int, chunks: int) -> _Held:
+        """Have a unit and all before it in the store; of a unit with nothing below, all but the last of the `chunks`
+        that are needed."""
+        path: list[int] = []
+        above = number
+        while above != ROOT:
+            path.append(above)
+            above = self._units[above].parent
+        path.reverse()
         same = 0
-        while same < min(len(path), len(self._stack)) and self._stack[same].segment == path[same]:
+        while same < min(len(path), len(self._stack)) and self._stack[same].unit == path[same]:
             same += 1
         del self._stack[same:]
         for above in path[same:-1]:
-            self._enter(above, len(self._chunks[above]))
+            self._enter(above, len(self._units[above].chunks))
         if len(self._stack) < len(path):
-            self._enter(segment, chunks - 1)
+            self._enter(number, chunks - 1)
         return self._stack[-1]
 
-    def _back(self, segment: int, chunks: int, g: Tensor, below: dict[int, _Below]) -> None:
-        held = self._hold(segment, chunks)
-        gradient = below.pop(segment, _Below())
+    def _back(self, number: int, chunks: int, g: Tensor, below: dict[int, _Below]) -> None:
+        held, unit = self._hold(number, chunks), self._units[number]
+        gradient = below.pop(number, _Below())
         before = [*held.before, held.end][:chunks]
-        for chunk, state in zip(reversed(self._chunks[segment][:chunks]), reversed(before), strict=True):
+        for chunk, state in zip(reversed(unit.chunks[:chunks]), reversed(before), strict=True):
             self._back_chunk(chunk, state, g, gradient)
-        start = int(self._forest.depth[segment])
-        self._store.clear(start, start + int(self._forest.lengths()[segment]))
-        parent = int(self._forest.parent[segment])
-        if parent != ROOT:
-            _add(below.setdefault(parent, _Below()), gradient)
+        if not unit.packed:
+            self._store.clear(unit.chunks[0].position, unit.chunks[-1].position + unit.chunks[-1].tokens)
+        if unit.parent != ROOT:
+            _add(below.setdefault(unit.parent, _Below()), gradient)
 
     def _back_chunk(self, chunk: Chunk, state: Boundary, g: Tensor, below: _Below) -> None:
         """Recompute a chunk with a graph and back-propagate it; `below` is the gradient at its end on entry, and at
@@ -212,20 +226,18 @@ class Walk:
             layer: Recurrent(r.state.detach().requires_grad_(), r.tail.detach().requires_grad_())
             for layer, r in state.recurrent.items()
         }
-        run = Pass(self._store, chunk.position, leaves, keep=False, graph=True)
+        run = self._pass(chunk, leaves, graph=True)
         with torch.enable_grad():
             hidden = self._driver.hidden(self._tokens[chunk.low : chunk.high], run)
-        states, part, rows = self._rows(chunk, state.hidden, hidden.detach())
-        targets = self._tokens[chunk.low : chunk.high][rows]
+        states, part, targets, rows = self._rows(chunk, state.hidden, hidden.detach())
         down = head.backpropagate(self._driver, states, targets, self._outputs.temperature[part], g[part])
-        # Row r of what follows belongs to the predecessor of the chunk's r-th token; row 0 lies before the chunk.
         at = torch.zeros(chunk.tokens + 1, hidden.shape[1], dtype=wide(self._dtype), device=self._device)
         at.index_add_(0, rows, down.to(at))
         if below.hidden is not None:
             at[-1] += below.hidden
         roots: list[Tensor] = [hidden]
         grads: list[Tensor] = [at[1:].to(hidden)]
-        for layer, (keys, values) in run.own.items():
+        for layer, (keys, values) in run.own.items() if chunk.pack is None else ():
             found = self._store.gradients(layer, chunk.position, chunk.position + chunk.tokens, keys)
             if found is not None:
                 roots.extend((keys, values))
@@ -262,9 +274,10 @@ def accumulate(
     accumulator: Mapping[str, Tensor],
     *,
     chunk: int = CHUNK,
+    pack: int = PACK,
     cuts: Collection[int] = (),
     offload: bool = False,
-    block: int = 8192,
+    block: int = BLOCK,
     entropy: bool = False,
     base_version: int | None = None,
     reference: Tensor | None = None,
@@ -272,7 +285,7 @@ def accumulate(
     """Add the gradient of `objective` on the forest's events, at the model's weights, to `accumulator` (parameter name
     -> tensor). The model's `.grad` fields are left alone. `base_version` is the version of those weights; `reference`
     holds another policy's log-probs `[events]`. Nothing is added before the loss is there."""
-    walk = Walk(driver, forest, chunk=chunk, cuts=cuts, offload=offload, block=block)
+    walk = Walk(driver, forest, chunk=chunk, pack=pack, cuts=cuts, offload=offload, block=block)
     logp, spread = walk.log_probs(entropy=entropy)
     loss, report, g = evaluate(
         objective, logp, event_tensors(forest, logp.device, logp.dtype, base_version=base_version, reference=reference)

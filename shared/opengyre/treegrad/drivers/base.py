@@ -18,27 +18,37 @@ class Pass:
     """One chunk's way through the layers.
 
     A layer with attention calls `attend`; a layer with a recurrent state takes `before.get(layer)` and leaves its own
-    in `after`. With `graph`, keys, values and states keep their graph for the roots of the backward pass; `keep` writes
-    keys and values to the store.
+    in `after`. `position`: tokens before the chunk; `positions`: of its tokens, `[tokens]`; `mask`: of a pack, what its
+    tokens see of each other. With `graph`, keys, values and states keep their graph for the roots of the backward pass;
+    `keep` writes keys and values to the store.
     """
 
     def __init__(
-        self, past: KeyValues, position: int, before: dict[int, Recurrent], *, keep: bool, graph: bool
+        self,
+        past: KeyValues,
+        position: int,
+        positions: Tensor,
+        before: dict[int, Recurrent],
+        *,
+        mask: Tensor | None = None,
+        keep: bool,
+        graph: bool,
     ) -> None:
         self.past, self.position, self.before = past, position, before
+        self.positions, self.mask = positions, mask
         self.after: dict[int, Recurrent] = {}
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
         """Layer -> keys and values of the chunk, with their graph; empty without `graph`."""
         self._keep, self._graph = keep, graph
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float) -> Tensor:
-        """Causal attention over the path before the chunk and the chunk, `[1, heads, tokens, head_dim]`; `k` is what
+        """Attention over the path before the chunk and over the chunk, `[1, heads, tokens, head_dim]`; `k` is what
         later tokens see (after any rotation)."""
         if self._graph:
             self.own[layer] = (k, v)
         if self._keep:
             self.past.write(layer, self.position, k.detach(), v.detach())
-        return attend(q, k, v, self.past, layer, self.position, scale)
+        return attend(q, k, v, self.past, layer, self.position, scale, self.mask)
 
 
 class Driver(Protocol):
@@ -52,12 +62,17 @@ class Driver(Protocol):
         ...
 
     def hidden(self, tokens: Tensor, run: Pass) -> Tensor:
-        """Hidden states `[tokens, hidden]` before the output embedding, of `tokens` (`[tokens]`, int64) at the
-        positions from `run.position`."""
+        """Hidden states `[tokens, hidden]` before the output embedding, of `tokens` (`[tokens]`, int64) at
+        `run.positions`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocab]` of `hidden` (`[rows, hidden]`)."""
+        ...
+
+    @property
+    def packs(self) -> bool:
+        """Whether a chunk may be a pack: only attention joins tokens."""
         ...
 
     @property

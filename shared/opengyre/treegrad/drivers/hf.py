@@ -86,6 +86,7 @@ class HfDriver:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.packs = "linear_attention" not in (getattr(model.config, "layer_types", None) or ())
 
     @property
     def vocab_size(self) -> int:
@@ -97,12 +98,11 @@ class HfDriver:
     def hidden(self, tokens: Tensor, run: Pass) -> Tensor:
         config = self.model.config
         before = config._attn_implementation  # noqa: SLF001 - the field that transformers reads at each call
-        positions = torch.arange(run.position, run.position + len(tokens), device=tokens.device)
         try:
             config._attn_implementation = ATTENTION  # noqa: SLF001 - as above
             found = self.model.model(
                 input_ids=tokens[None],
-                position_ids=positions[None],
+                position_ids=run.positions[None],
                 past_key_values=ChunkCache(run),
                 use_cache=True,
                 tree_pass=run,

@@ -16,6 +16,10 @@ class TinyDriver:
         self.model = model
 
     @property
+    def packs(self) -> bool:
+        return True
+
+    @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
@@ -24,12 +28,12 @@ class TinyDriver:
 
     def hidden(self, tokens: Tensor, run: Pass) -> Tensor:
         decoder = self.model.model
-        end = run.position + len(tokens)
+        end = int(run.positions.max()) + 1
         if end > len(decoder.cos):
             raise UndrivableModelError(
                 f"a path has {end} tokens or more; max_position_embeddings allows {len(decoder.cos)}"
             )
-        cos, sin = decoder.cos[run.position : end], decoder.sin[run.position : end]
+        cos, sin = decoder.cos[run.positions], decoder.sin[run.positions]
         x = decoder.embed_tokens(tokens[None])
         for index, layer in enumerate(decoder.layers):
             assert isinstance(layer, Layer)
