@@ -38,7 +38,9 @@ from opengyre.shared.bus import FencedError
 MAX_CALLS = 64
 """Calls under way of one execution."""
 LIVE_S = 0.03
-"""Between the increments of a call whose client streams."""
+"""Between the increments of a call whose client streams, at least."""
+INCREMENTS_PER_S = 1000.0
+"""Of all calls of a replica together, so that streams leave it time for everything else."""
 
 
 class Record(Protocol):
@@ -220,7 +222,7 @@ class Recorder:
                 ignore_eos=load,
             ),
             prefer=prompt.host,
-            interval_s=LIVE_S if ask.stream and harness.streams == "live" else QUIET_S,
+            interval_s=self._interval_s(ask),
             hear=live.hear if watched else None,
         )
         try:
@@ -230,6 +232,11 @@ class Recorder:
                 raise ContextExceededError(len(prompt.tokens), harness.context_tokens) from error
             raise ApiError(400, f"The model's host refuses the request: {error}") from error
         return await self._store(number, ask, choice, prompt, done, loop.time() - since)
+
+    def _interval_s(self, ask: Ask) -> float:
+        if ask.stream and self.dispatch.harness.streams == "live":
+            return min(QUIET_S, max(LIVE_S, self.router.calls_in_flight / INCREMENTS_PER_S))
+        return QUIET_S
 
     async def _store(
         self, number: int, ask: Ask, choice: int, prompt: Prompt, whole: Completion, duration_s: float
