@@ -173,6 +173,7 @@ def member(name: str, prompt: int, sampled: int, *, advantage: float = 1.0, firs
 def test_what_an_execution_costs() -> None:
     assert cost_of(member("a", 60, 40)) == pytest.approx(100, rel=0.01)
     assert cost_of(member("a", 60, 40, advantage=0.0)) == 0
+    assert cost_of(member("a", 60, 40, advantage=0.0), every=True) == cost_of(member("a", 60, 40))
     short, long = cost_of(member("a", 100, 900)), cost_of(member("a", 100, 63_900))
     assert long > 2 * 64 * short, "attention counts with depth"
     both = member("a", 60, 40)

@@ -110,7 +110,7 @@ class Desk:
     def arrive(self, key: str, executions: tuple[str, ...]) -> None:
         """Executions that came by the message `key` enter the update, with what they cost."""
         held = self._held[key]
-        load = load_of(executions, held.members)
+        load = load_of(executions, held.members, every=self._spec.optimization.kl > 0)
         costs = dict(zip(load.units, load.costs, strict=True))
         self.advance(Arrived(key, executions, held.idle, costs, load.shared))
 

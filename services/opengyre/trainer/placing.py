@@ -50,14 +50,16 @@ class Load:
         return sum(work) - (len(work) - 1) * self.shared + OVERHEAD if work else 0.0
 
 
-def cost_of(member: Member) -> float:
-    """Estimated cost of one execution's gradient, in tokens of a short sequence; 0 for one without an advantage.
+def cost_of(member: Member, *, every: bool = False) -> float:
+    """Estimated cost of one execution's gradient, in tokens of a short sequence; 0 for one without an advantage, unless
+    `every` one is computed (a loss with a KL term).
 
     Its distinct tokens, each counted up by its mean depth for attention. O(its sequences).
     """
     ends = [sequence.spans[-1].end for sequence in member.sequences if sequence.spans]
-    worth = member.advantage != 0 or any(span.advantage for s in member.sequences for span in s.spans)
-    if not worth or not sum(ends):
+    spans = (span for sequence in member.sequences for span in sequence.spans)
+    worth = any((member.advantage if span.advantage is None else span.advantage) != 0 for span in spans)
+    if not (worth or every) or not sum(ends):
         return 0.0
     unique = min(member.unique_tokens or sum(ends), sum(ends))
     depth = sum(end * end for end in ends) / (2 * sum(ends))
@@ -81,10 +83,10 @@ def shared_by(members: Iterable[Member]) -> float:
     return length * (1 + length / 2 / ATTENTION)
 
 
-def load_of(units: tuple[str, ...], members: Iterable[Member]) -> Load:
-    """What these units of one message cost; a unit that is no member is no work."""
+def load_of(units: tuple[str, ...], members: Iterable[Member], *, every: bool = False) -> Load:
+    """What these units of one message cost (`every`: see `cost_of`); a unit that is no member is no work."""
     known = {member.execution: member for member in members if member.execution in units}
-    costs = tuple(cost_of(known[unit]) if unit in known else 0.0 for unit in units)
+    costs = tuple(cost_of(known[unit], every=every) if unit in known else 0.0 for unit in units)
     work = [cost for cost in costs if cost > 0]
     return Load(units, costs, min([shared_by(known.values()), *work]) if work else 0.0)
 
