@@ -98,6 +98,15 @@ def make_learner(settings: HostSettings) -> Learner:
         from opengyre.host.emulated import EmulatedLearner
 
         return EmulatedLearner(settings)
+    if settings.ranks > 1:
+        import torch
+
+        from opengyre.host.crew import CrewLearner, backend_of
+
+        backend = backend_of(settings.ranks, torch.cuda.device_count())
+        return CrewLearner(
+            settings.ranks, settings.threads, backend=backend, chunk=settings.chunk, offload=settings.offload
+        )
     from opengyre.host.gradients import TorchLearner
 
     return TorchLearner(settings.threads, chunk=settings.chunk, offload=settings.offload)

@@ -127,7 +127,7 @@ class TorchLearner:
         began = time.monotonic()
         policy = self.policy(item.base)
         reference = self.policy(item.reference, "reference") if item.reference is not None else None
-        _check_vocabulary(members, policy.vocabulary)
+        check_vocabulary(members, policy.vocabulary)
         items = items_of(members, item)
         work = Work(items, executions_of(members, item.optimization), item.optimization, item.base.version)
         into = into or Accumulator(item.update, item.attempt, name, zero_gradients(policy.parameters()))
@@ -153,7 +153,8 @@ def zero_gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in parameters.items()}
 
 
-def _check_vocabulary(members: Sequence[Member], size: int) -> None:
+def check_vocabulary(members: Sequence[Member], size: int) -> None:
+    """Raises `UntrainableError` for a token that the model does not have."""
     for member in members:
         for sequence in member.sequences:
             if not all(0 <= token < size for token in sequence.tokens):

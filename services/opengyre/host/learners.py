@@ -22,6 +22,10 @@ class UntrainableError(Exception):
     """A group that no gradient can be taken of; the message says why."""
 
 
+class LearnerLostError(Exception):
+    """What was accumulated is gone, with the process that held it."""
+
+
 @dataclass(slots=True)
 class Accumulator:
     """Made for the first group of a contribution."""
@@ -50,12 +54,13 @@ class Learner(Protocol):
     async def add(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
         """Add the item's members to `into`, or to a new accumulator called `name`; return it, `busy_s` counted.
 
-        Raises `UntrainableError`, `WeightsError` or `ModelDirectoryError` before anything is added.
+        Raises `UntrainableError`, `WeightsError` or `ModelDirectoryError` before anything is added, and
+        `LearnerLostError` when nothing is left of `into`.
         """
         ...
 
     async def encoded(self, accumulator: Accumulator) -> bytes:
-        """The gradient as safetensors, float32."""
+        """The gradient as safetensors, float32; raises `LearnerLostError`."""
         ...
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from opengyre.host.learners import Accumulator, Learner, UntrainableError, members_of
+from opengyre.host.learners import Accumulator, Learner, LearnerLostError, UntrainableError, members_of
 from opengyre.proto import subjects
 from opengyre.proto.group import Member
 from opengyre.proto.update import HandOver, HandOverReply, PullReply, PullRequest, UpdateStats, WorkItem
@@ -128,6 +128,10 @@ class Worker:
             held = await self._learner.add(item, members, self._held, name)
             held.executions.extend(member.execution for member in members)
             self._held = held
+        except LearnerLostError as error:
+            self._drop(f"it is lost: {error}")
+            with self._context.waits.on(f"the learner to start again: {error}", FAULT_S):
+                await _until(leave, FAULT_S)
         except GROUP_FAULTS as error:
             log.error("%s cannot be trained: %s", item.group.group, error)  # noqa: TRY400 - a known fault
             if isinstance(error, WeightsError):
@@ -161,7 +165,11 @@ class Worker:
         held = self._held
         if held is None:
             return
-        content = await self._learner.encoded(held)
+        try:
+            content = await self._learner.encoded(held)
+        except LearnerLostError as error:
+            self._drop(f"it is lost: {error}")
+            return
         # Not synced: the groups are acknowledged at the commit, so a gradient need not outlive a crash of the machine.
         gradient = await self._context.blobs.put(content, durable=False)
         request = HandOver(

@@ -127,13 +127,17 @@ class Crew:
             code = await _wait(rank.process)
         return f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
 
-    async def _end(self) -> None:
-        """No process is left."""
+    def kill(self) -> None:
+        """End all processes, at once; a burst under way raises `RanksError`."""
         self._ended = True
         for rank in self._ranks:
             if rank.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     rank.process.kill()
+
+    async def _end(self) -> None:
+        """No process is left."""
+        self.kill()
         for rank in self._ranks:
             await _wait(rank.process)
         # A thread that reads from a rank is woken by its end.

@@ -130,6 +130,9 @@ class HostSettings(Section):
         default=1, ge=1, le=10_000, description="emulated hosts of this one process, named <host>-000, <host>-001, ..."
     )
     threads: int = Field(default=1, ge=1)
+    ranks: int = Field(
+        default=1, ge=1, le=64, description="processes that share the work of a training cell (FSDP2), threads each"
+    )
     chunk: int = Field(default=2048, ge=1, description="tokens that a training cell computes at once; bounds memory")
     offload: bool = Field(default=False, description="a training cell keeps keys and values in host memory")
     capacity: float = Field(default=32, ge=1, description="calls it serves at full speed; the tiny engine rounds down")
