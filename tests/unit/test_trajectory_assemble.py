@@ -27,9 +27,10 @@ from opengyre.proto.traj import (
     VersionSpan,
 )
 from opengyre.shared.blobs import BlobMissingError
-from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, score_of
+from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError
 from opengyre.trajectory.assemble import assemble as parts_of
 from opengyre.trajectory.replay import replay_groups, run
+from opengyre.trajectory.score import score_of
 
 GROUP = "r-g000001"
 
