@@ -194,18 +194,15 @@ def test_a_stock_model_goes_through_the_tree_and_parts_add_up(kind: str) -> None
         torch.testing.assert_close(parts[name], wanted, rtol=2e-3, atol=1e-6 * float(wanted.abs().max()) + 1e-9)
 
 
-def test_the_way_is_chosen_by_cost_and_stock_models_have_one() -> None:
+def test_the_way_is_chosen_by_what_paths_share_and_stock_models_have_one() -> None:
+    span = Span(start=38, end=40, logprobs=(-1.0,) * 2, versions=(0,) * 2, temperature=1.0)
     ways: list[bool] = []
-    for length in (40, 400):
-        span = Span(start=length - 2, end=length, logprobs=(-1.0,) * 2, versions=(0,) * 2, temperature=1.0)
-        sequence = Sequence(tokens=(1,) * length, spans=(span,))
-        forest = build_forest([
-            Worth(msgspec.structs.replace(sequence, tokens=(*sequence.tokens[:-1], number)), 1.0, 1.0)
-            for number in range(8)
-        ])  # fmt: skip
+    for common in (0, 20, 30):
+        tokens = [(*(1,) * common, *(2 + number,) * (40 - common)) for number in range(8)]
+        forest = build_forest([Worth(Sequence(tokens=path, spans=(span,)), 1.0, 1.0) for path in tokens])
         ways.append(flat_is_cheaper(policy("tiny"), forest))
         assert not flat_is_cheaper(policy("llama"), forest)
-    assert ways == [True, False]
+    assert ways == [True, True, False]
 
 
 def test_a_group_that_cannot_be_put_in_a_forest_is_untrainable() -> None:

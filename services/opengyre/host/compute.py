@@ -1,8 +1,8 @@
 """The gradient of some sequences of a group, in one of two ways that agree to rounding.
 
 `tree`: each distinct token once, exact, in bounded memory, for every policy that has a driver. `flat`: sequences in
-full, several at a time; for the tiny decoder only, whose short sequences cost less in wide batches than in the many
-small steps of a tree. `flat_is_cheaper` chooses (measured: docs/decisions.md).
+full, several at a time; for the tiny decoder only, to which paths that share little cost less in wide batches.
+`flat_is_cheaper` chooses (measured: docs/decisions.md).
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,9 @@ from opengyre.tiny.model import TinyModel
 from opengyre.treegrad.forest import Forest, ForestError, Path, build
 from opengyre.treegrad.walk import Walk, accumulate
 
-TOKEN: Final = 1.2
-"""What a token of the tree costs the tiny decoder, in tokens of a batch of whole paths: it goes forward twice."""
-SEGMENT: Final = 70
-"""What a segment of the tree costs it beside its tokens, in the same unit: kernels that start twice."""
+TOKEN: Final = 1.9
+"""What a token of the tree costs the tiny decoder, in tokens of a batch of whole paths: it goes forward twice, in
+smaller steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def flat_is_cheaper(policy: Policy, forest: Forest) -> bool:
     """Whether this policy computes these paths in full."""
     if not isinstance(policy.model, TinyModel):
         return False
-    return forest.path_tokens() <= TOKEN * forest.nodes + SEGMENT * forest.segments
+    return forest.path_tokens() <= TOKEN * forest.nodes
 
 
 def gradient(
