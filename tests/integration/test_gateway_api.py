@@ -283,7 +283,7 @@ async def test_updates_and_progress_come_from_the_stream(gateway: Running, bus: 
     assert page["updates"][1]["staleness_mean"] == 1.0
     assert page["updates"][1]["clip_fraction"] == pytest.approx(0.1)
     assert page["updates"][1]["token_versions"] == {"0": 4, "2": 6}
-    assert page["updates"][1]["alarm"] is None
+    assert (page["updates"][1]["alarm"], page["updates"][1]["logprob_gap"]) == (None, None)
     rest = await gateway.given(200, "GET", f"/v1/updates?run=demo&after={page['next']}")
     assert ([update["update"] for update in rest["updates"]], rest["next"]) == ([3], None)
     progress = (await gateway.given(200, "GET", "/v1/runs/demo"))["progress"]

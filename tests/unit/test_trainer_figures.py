@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
@@ -47,6 +48,13 @@ def test_tokens_are_counted_by_age() -> None:
     commit(committed("ages"))
     found = {age: value("gyre_tokens_by_age_total", run="ages", age=age) for age in ("0", "16+")}
     assert found == {"0": 3, "16+": 7}
+
+
+def test_a_gap_that_was_not_measured_is_not_none() -> None:
+    commit(committed("gap"))
+    unmeasured = msgspec.structs.replace(committed("gap"), stats=UpdateStats(tokens=10))
+    assert "logprob_gap" not in commit(unmeasured)
+    assert value("gyre_update_logprob_gap", run="gap") == pytest.approx(0.1)
 
 
 def test_an_update_without_tokens_has_figures() -> None:

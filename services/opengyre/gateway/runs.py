@@ -80,8 +80,8 @@ class UpdateSummary(msgspec.Struct, frozen=True, kw_only=True):
     clip_fraction: float
     gradient_norm: float
     learning_rate: float | None
-    logprob_gap: float
-    """Mean |trainer log-prob - engine log-prob| over tokens of one version, nats."""
+    logprob_gap: float | None
+    """Mean |trainer log-prob - engine log-prob| over tokens that the trained version sampled, nats; None: none did."""
     reference_kl: float
     effective_share: float
     """Effective over trained tokens, by importance ratios; 1 where all are equal."""
@@ -127,7 +127,7 @@ def summary_of(event: Committed, sequence: int) -> UpdateSummary:
         clip_fraction=stats.clipped_tokens / live,
         gradient_norm=event.gradient_norm,
         learning_rate=event.learning_rate,
-        logprob_gap=stats.logprob_gap_sum / max(1, stats.logprob_gap_tokens),
+        logprob_gap=stats.logprob_gap_sum / stats.logprob_gap_tokens if stats.logprob_gap_tokens else None,
         reference_kl=stats.reference_kl_sum / live,
         effective_share=stats.effective_share,
         masked_tokens=stats.masked_tokens,

@@ -61,15 +61,17 @@ def commit(event: Committed) -> dict[str, float]:
         "kl": stats.kl_sum / live,
         "entropy": stats.entropy_sum / tokens,
         "clip_fraction": stats.clipped_tokens / live,
-        "logprob_gap": stats.logprob_gap_sum / max(stats.logprob_gap_tokens, 1),
         "reference_kl": stats.reference_kl_sum / live,
         "effective_share": stats.effective_share,
         "learning_rate": event.learning_rate or 0.0,
         "logprob_gap_alarm": float(event.alarm is not None),
     }
-    gauges = (SCORE, GRADIENT_NORM, LOSS, KL, ENTROPY, CLIPPED, GAP, REFERENCE_KL, EFFECTIVE, RATE, ALARM)
+    gauges = (SCORE, GRADIENT_NORM, LOSS, KL, ENTROPY, CLIPPED, REFERENCE_KL, EFFECTIVE, RATE, ALARM)
     for gauge, value in zip(gauges, figures.values(), strict=True):
         gauge.labels(run).set(value)
+    if stats.logprob_gap_tokens:  # Else the last measured one stays: it is not 0 because it was not measured.
+        figures["logprob_gap"] = stats.logprob_gap_sum / stats.logprob_gap_tokens
+        GAP.labels(run).set(figures["logprob_gap"])
     VERSION.labels(run).set(event.version)
     if event.published:
         WEIGHT_VERSION.labels(run).set(event.version)
