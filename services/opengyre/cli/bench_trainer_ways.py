@@ -97,8 +97,8 @@ class _Deaf(KeyValues):
 
 
 def _pass(store: KeyValues, position: int, tokens: Tensor, *, keep: bool = False, graph: bool) -> Pass:
-    del tokens
-    return Pass(store, position, {}, keep=keep, graph=graph)
+    positions = torch.arange(position, position + len(tokens), device=tokens.device)
+    return Pass(store, position, positions, {}, keep=keep, graph=graph)
 
 
 def detached(
