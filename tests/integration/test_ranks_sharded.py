@@ -6,7 +6,7 @@ import torch
 from opengyre.ranks.crew import crew
 from opengyre.ranks.sharded import Sharded, UnshardableError, layers_of
 from opengyre.ranks.sharing import share
-from support.ranks import moved, objective_of, paths_of, stepped, update
+from support.ranks_models import moved, objective_of, paths_of, stepped, update
 from support.treegrad import error, flat_gradient, make
 
 pytestmark = pytest.mark.torch
