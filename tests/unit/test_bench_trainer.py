@@ -147,6 +147,7 @@ def test_all_parts_are_measured_and_shown(capsys) -> None:
     assert asked[:2] == [("a", "tree", 8, "float32"), ("a", "flat", 8, "float32")]
     assert [leaves for part, way, leaves, _ in asked if (part, way) == ("d", "detached")] == [2, 4, 8]
     assert [dtype for part, way, _, dtype in asked if (part, way) == ("e", "tree")] == ["float32", "bfloat16"]
+    assert len({row.model for row in found.prefix}) == 2
     assert found.group is not None
     assert found.group.rows[0].gradient.relative == pytest.approx(1.0)
     assert found.chain is not None

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from opengyre.learn.codec import GradientFormatError, flatten, unflatten
-from opengyre.learn.gradient import InvalidSequenceError, Item, accumulate, batches, zero_gradients
+from opengyre.learn.gradient import InvalidSequenceError, Item, accumulate, batches, check, zero_gradients
 from opengyre.learn.update import NonFiniteGradientError, apply_update
-from opengyre.proto.group import Sequence, Span
+from opengyre.proto.group import RouteRows, Sequence, Span
+from opengyre.proto.traj import Media
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 
@@ -141,6 +142,20 @@ def test_spans_that_do_not_fit_are_refused_before_anything_is_added(start, end, 
     with pytest.raises(InvalidSequenceError, match=names):
         accumulate(model, [ITEMS[0], Item(Sequence(tokens=(1, 2, 3, 4), spans=(span,)), 1.0, 1.0)], accumulator)
     assert all(not gradient.any() for gradient in accumulator.values())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"adapter": "lora-1"},
+        {"media": (Media(position=1, hash="a"),)},
+        {"routes": (RouteRows(blob="sha256:b", start=0, end=4, first=0),)},
+    ],
+)
+def test_what_was_sampled_under_more_than_ids_is_refused(more) -> None:
+    span = Span(start=1, end=3, logprobs=(-1.0, -1.0), versions=(0, 0), temperature=1.0)
+    with pytest.raises(InvalidSequenceError, match="adapter, media or recorded routes"):
+        check(Sequence(tokens=(1, 2, 3, 4), spans=(span,), **more))
 
 
 def test_gradients_survive_as_bytes() -> None:

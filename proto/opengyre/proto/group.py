@@ -69,6 +69,12 @@ class Member(Record, frozen=True, kw_only=True):
     transitions: dict[str, int] = {}
     """How calls stand to those before: extend, branch, compaction, realign, fork, retry -> calls."""
 
+    @property
+    def judged(self) -> bool:
+        """Whether any of its trained tokens has an advantage."""
+        spans = (span for sequence in self.sequences for span in sequence.spans)
+        return any((self.advantage if span.advantage is None else span.advantage) != 0 for span in spans)
+
 
 class GroupReady(Event, frozen=True, kw_only=True, tag="group.ready.v1"):
     stream: ClassVar[str] = subjects.GROUPS

@@ -63,8 +63,8 @@ class Harness(Record, frozen=True, kw_only=True):
     """Of prompt and completion together."""
     token_budget: int | None = None
     """Tokens that an execution samples at most, all calls together. None: as many as its calls may have."""
-    streams: Literal["live", "recorded"] = "live"
-    """When a client that streams gets its text: as it is sampled, or once the call is in the log. What was sent of a
+    streams: Literal["recorded", "live"] = "recorded"
+    """When a client that streams gets its text: once the call is in the log, or as it is sampled. What was sent of a
     live stream cannot be taken back, so its client sees a crash of the rollout service as a broken stream, and has to
     ask again by itself."""
     temperature: float = 1.0

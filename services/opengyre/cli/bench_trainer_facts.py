@@ -33,7 +33,7 @@ class WayRow(msgspec.Struct, frozen=True, kw_only=True):
 class Against(msgspec.Struct, frozen=True, kw_only=True):
     """The tree against each path in full."""
 
-    case: str
+    part: str
     unique_tokens: int
     path_tokens: int
     longest: int
@@ -113,7 +113,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     scale: float
     seconds: float = 0.0
     """All of it."""
-    prefix: Against | None = None
+    prefix: tuple[Against, ...] = ()
+    """With two models."""
     chain: Chain | None = None
     agent: Against | None = None
     group: Group | None = None
@@ -132,10 +133,10 @@ def row(measured: Measured) -> WayRow:
     )
 
 
-def against(case: str, model: str, tree: Measured, flat: Measured, gradient: Apart) -> Against:
+def against(part: str, model: str, tree: Measured, flat: Measured, gradient: Apart) -> Against:
     share = tree.unique_tokens / tree.path_tokens
     return Against(
-        case=case,
+        part=part,
         unique_tokens=tree.unique_tokens,
         path_tokens=tree.path_tokens,
         longest=tree.longest,

@@ -11,8 +11,8 @@ def show(found: Facts) -> None:
         f"device {found.device}, {found.dtype}, {found.threads} threads, chunks of {found.chunk} tokens, "
         f"{found.seconds:g} s in all"
     )
-    rows = {"a": found.prefix, "b": found.chain.against if found.chain else None, "c": found.agent}
-    if present := {part: row for part, row in rows.items() if row is not None}:
+    rows = [*found.prefix, found.chain.against if found.chain else None, found.agent]
+    if present := [row for row in rows if row is not None]:
         console.print(_times(present))
         console.print(_sizes(present))
     if found.chain is not None:
@@ -23,22 +23,22 @@ def show(found: Facts) -> None:
         console.print(_precision(found.precision))
 
 
-def _times(rows: dict[str, Against]) -> Table:
+def _times(rows: list[Against]) -> Table:
     shown = Table("part", "unique", "path", "tree s", "flat s", "/ flat", "/ ideal", "pairs / ideal")
-    for part, row in rows.items():
+    for row in rows:
         shown.add_row(
-            part, f"{row.unique_tokens:,}", f"{row.path_tokens:,}", f"{row.tree.seconds:.1f}",
+            row.part, f"{row.unique_tokens:,}", f"{row.path_tokens:,}", f"{row.tree.seconds:.1f}",
             f"{row.flat.seconds:.1f}", f"{row.of_flat:.3f}", f"{row.of_ideal:.2f}", f"{row.pairs_of_ideal:.2f}",
         )  # fmt: skip
     shown.caption = "ideal: flat seconds x unique / path tokens"
     return shown
 
 
-def _sizes(rows: dict[str, Against]) -> Table:
+def _sizes(rows: list[Against]) -> Table:
     shown = Table("part", "tree MB", "flat MB", "tree tokens/s", "flat tokens/s", "gradient off by")
-    for part, row in rows.items():
+    for row in rows:
         shown.add_row(
-            part, f"{row.tree.peak_mb:.1f}", f"{row.flat.peak_mb:.1f}", f"{row.tree.path_tokens_per_s:,.0f}",
+            row.part, f"{row.tree.peak_mb:.1f}", f"{row.flat.peak_mb:.1f}", f"{row.tree.path_tokens_per_s:,.0f}",
             f"{row.flat.path_tokens_per_s:,.0f}", f"{row.gradient.relative:.1e}",
         )  # fmt: skip
     shown.caption = "MB above the weights; tokens of paths"

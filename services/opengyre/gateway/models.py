@@ -165,8 +165,8 @@ class HarnessIn(Input):
     token_budget: int | None = ranged(
         None, 1, 1_000_000_000, description="Tokens that an execution samples at most, all calls together"
     )
-    streams: Literal["live", "recorded"] = Field(
-        default="live", description="A client that streams gets its text as it is sampled, or once it is recorded"
+    streams: Literal["recorded", "live"] = Field(
+        default="recorded", description="A client that streams gets its text once it is recorded, or as it is sampled"
     )
     temperature: float = ranged(1.0, 0.01, 10)
     observation_chars: int = ranged(40, 1, 1_000_000)

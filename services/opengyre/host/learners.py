@@ -73,15 +73,9 @@ def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
     return one + other
 
 
-def has_advantage(member: Member) -> bool:
-    """Whether any trained token of the member has one."""
-    spans = (span for sequence in member.sequences for span in sequence.spans)
-    return any((member.advantage if span.advantage is None else span.advantage) != 0 for span in spans)
-
-
 def trained_of(members: Sequence[Member], optimization: Optimization) -> list[Member]:
     """Members whose gradient is not zero exactly: with an advantage, or any where the loss has a KL term."""
-    return [m for m in members if m.trained_tokens > 0 and (optimization.kl > 0 or has_advantage(m))]
+    return [m for m in members if m.trained_tokens > 0 and (optimization.kl > 0 or m.judged)]
 
 
 def counted(members: Sequence[Member], base: int, optimization: Optimization | None = None) -> UpdateStats:
@@ -102,7 +96,7 @@ def counted(members: Sequence[Member], base: int, optimization: Optimization | N
         tokens=sum(member.trained_tokens for member in trained),
         path_tokens=sum(member.path_tokens for member in members),
         score_sum=sum(member.score for member in members),
-        zero_variance_groups=int(all(member.advantage == 0 for member in members)),
+        zero_variance_groups=int(not any(member.judged for member in members)),
         token_staleness_sum=sum((base - version) * tokens for version, tokens in versions.items()),
         token_versions=dict(sorted(versions.items())),
     )

@@ -22,6 +22,8 @@ from opengyre.rollout.speech import Speech
 
 KEEP_ALIVE_S = 3.0
 """A stream that has nothing to say says so, so that clients do not give up."""
+WITHHELD_S = 120.0
+"""How late an answer that is not live begins, if its calls take longer; clients wait for it some ten minutes."""
 
 
 def token_texts(renderer: Renderer, tokens: Sequence[int], logprobs: Sequence[float]) -> Heard:
@@ -84,14 +86,18 @@ def head_of(recorder: Recorder, choices: Sequence[Call | Live]) -> Head:
 
 
 async def first_news(choices: Sequence[Call | Live], *, live: bool) -> None:
-    """Wait until there is something to say, for `KEEP_ALIVE_S` at most; raises `ApiError` for a call that failed."""
+    """Wait until there is something to say, for a bounded time; raises `ApiError` for a call that failed.
+
+    A client repeats a request that is lost before its answer begins, and gives up on one that breaks off later. So an
+    answer that is not live begins late.
+    """
     news = asyncio.Event()
 
     def there() -> bool:
         return any(isinstance(choice, Call) or choice.task_of.done() or (live and choice.tokens) for choice in choices)
 
     with _listening(choices, news), contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(KEEP_ALIVE_S):
+        async with asyncio.timeout(KEEP_ALIVE_S if live else WITHHELD_S):
             while not there():
                 news.clear()
                 await news.wait()

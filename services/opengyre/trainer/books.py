@@ -179,7 +179,7 @@ def total_stats(update: Update, parts: Sequence[Part], factor: float) -> UpdateS
             "path_tokens": sum(member.path_tokens for member in members),
             "score_sum": sum(member.score for member in members),
             "zero_variance_groups": sum(
-                all(member.advantage == 0 for member in of_group) for of_group in by_group.values() if of_group
+                not any(member.judged for member in of_group) for of_group in by_group.values() if of_group
             ),
             "loss": finite(total.loss * factor),
         },

@@ -57,9 +57,7 @@ def cost_of(member: Member, *, every: bool = False) -> float:
     Its distinct tokens, each counted up by its mean depth for attention. O(its sequences).
     """
     ends = [sequence.spans[-1].end for sequence in member.sequences if sequence.spans]
-    spans = (span for sequence in member.sequences for span in sequence.spans)
-    worth = any((member.advantage if span.advantage is None else span.advantage) != 0 for span in spans)
-    if not (worth or every) or not sum(ends):
+    if not (member.judged or every) or not sum(ends):
         return 0.0
     unique = min(member.unique_tokens or sum(ends), sum(ends))
     depth = sum(end * end for end in ends) / (2 * sum(ends))

@@ -74,6 +74,11 @@ LOGPROB_MAX: Final = 0.1
 def check(sequence: group.Sequence) -> None:
     """Raise `InvalidSequenceError`, naming the field, unless spans are apart, lie in the sequence after its first
     token, and have for each token a finite log-prob and a version."""
+    if sequence.adapter is not None or sequence.media or sequence.routes:
+        raise InvalidSequenceError(
+            "the sequence was sampled with an adapter, media or recorded routes; allowed are token ids alone, since "
+            "the trainer would compute other log-probs"
+        )
     end = 1
     for span in sorted(sequence.spans, key=lambda span: span.start):
         if not 1 <= span.start <= span.end <= len(sequence.tokens):
