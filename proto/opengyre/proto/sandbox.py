@@ -4,8 +4,10 @@ Subjects: ``gyre.v1.rpc.sandbox.any.create`` (one of the replicas takes it) and
 ``gyre.v1.rpc.sandbox.<node>.<verb>`` for everything about a sandbox that lives on ``node``
 (``SandboxRef.node``), with the verbs of `VERBS`.
 
-Every call may be repeated: create by ``sandbox``, exec by ``exec_id``, verify by ``verify_id``; a repeated call
-answers what the first one did or joins it while it runs, and changes nothing. Durations are in seconds.
+Every call may be repeated: create by ``sandbox``, exec and spawn by ``exec_id``, verify by ``verify_id``, snapshot by
+``snapshot``, fork by the new ids; a repeated call answers what the first one did or joins it while it runs, and changes
+nothing. Durations are in seconds. Background commands are in `opengyre.proto.sandbox_jobs`, directories, snapshots and
+forks in `opengyre.proto.sandbox_trees`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,11 @@ from opengyre.proto.subjects import rpc
 from opengyre.proto.task import Check
 
 SERVICE = "sandbox"
-VERBS = ("exec", "verify", "renew", "destroy", "list", "read", "write", "stat", "forward")
+VERBS = (
+    *("exec", "verify", "renew", "destroy", "list", "read", "write", "stat", "forward", "info"),
+    *("spawn", "poll", "logs", "kill"),
+    *("put", "get", "snapshot", "fork", "restore", "drop"),
+)
 
 # `RpcError.kind` of this service.
 ErrorKind = Literal[
@@ -25,7 +31,7 @@ ErrorKind = Literal[
     "exec_timeout",  # a call of the service's own needed too long (a command's timeout is a result, not an error)
     "output_limit",  # a file or an answer is larger than the cap that the caller gave
     "infra_error",  # the machine, not the command: never an observation, never a zero
-    "invalid_request",  # a field is not allowed; the message names it
+    "invalid_request",  # a field is not allowed, or the node's backend cannot do it; the message names it
 ]
 
 
@@ -37,6 +43,39 @@ def create_subject() -> str:
 def node_subject(node: str, verb: str) -> str:
     """Where the sandboxes of ``node`` are reached; ``verb`` is one of `VERBS`."""
     return rpc(SERVICE, node, verb)
+
+
+class Capabilities(Record, frozen=True, kw_only=True):
+    """What a backend can do on this node. What it cannot do it refuses (``invalid_request``, naming the field)."""
+
+    backend: str
+    """``bubblewrap`` or ``docker``."""
+    isolated: bool
+    """Sandboxes have namespaces of their own."""
+    network_none: bool
+    """A sandbox can be without network."""
+    network_allowlist: bool
+    """A sandbox can reach named hosts and no others."""
+    fork: bool
+    """New sandboxes can be made from a snapshot."""
+    snapshot: bool
+    """The files of a sandbox can be kept, and put back into it."""
+    disk_limit: bool
+    """``disk_mb`` is enforced."""
+    cpu_limit: bool
+    """``cpus`` is enforced."""
+    memory_limit: bool
+    """``memory_mb`` is enforced for all processes and files of a sandbox together."""
+    pids_limit: bool
+    """``pids`` is enforced."""
+    images: bool
+    """``image`` may be a name."""
+    root_directories: bool
+    """``image`` may be the absolute path of a root directory on the node."""
+    background: bool
+    """Commands can be spawned, and survive a crash of the service."""
+    users: bool
+    """Commands can run as other users than the sandbox's own."""
 
 
 class SandboxSpec(Record, frozen=True, kw_only=True):
@@ -58,6 +97,21 @@ class SandboxSpec(Record, frozen=True, kw_only=True):
     """Memory of all its processes and files together, in MiB; None takes the node's setting (256)."""
     pids: int | None = None
     """Most processes and threads at once; None takes the node's setting (64)."""
+    image: str | None = None
+    """Its root: a name in the node's image cache, or the absolute path of a root directory on the node; None shows the
+    node's own system folders, read-only."""
+    network: Literal["none", "allowlist"] = "none"
+    """``allowlist`` reaches ``allowed_hosts`` only."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names, ``*.host``, addresses or networks; with ``allowlist`` only."""
+    cpus: float | None = None
+    """Processors' worth of time at most; None is not limited."""
+    disk_mb: int | None = None
+    """Size of all that is written to its root, in MiB; with ``image`` only; None takes the node's setting."""
+    workdir: str | None = None
+    """Where commands start, an absolute path; None is ``/workspace``, or the image's own."""
+    user: str | None = None
+    """Who runs commands, a name or a number; None is the sandbox's own user (``agent``), or the image's own."""
     ttl_s: float = 3600.0
     """It is removed this long after its creation or last renewal, whatever happens."""
     idle_ttl_s: float = 1800.0
@@ -89,7 +143,17 @@ class ExecRequest(Record, frozen=True, kw_only=True):
     timeout_s: float = 30.0
     """The command and all that it started are killed after this long."""
     output_limit: int = 16384
-    """Most bytes of each stream in the answer; what is longer keeps its head and its tail."""
+    """Most bytes of each stream in the answer; what is longer keeps its head and its tail, and ``logs`` has it all."""
+    cwd: str | None = None
+    """Where it starts, absolute or relative to the sandbox's working folder; None is that."""
+    env: Mapping[str, str] = {}
+    """Beside the sandbox's own; wins over it."""
+    user: str | None = None
+    """Who runs it, a name or a number; None is the sandbox's user."""
+    stdin: bytes | None = None
+    """Its standard input, at most 4 MiB; None is /dev/null."""
+    no_output_timeout_s: float | None = None
+    """It is killed as well after this long without a byte of output; None does not look at that."""
 
 
 class ExecResult(Record, frozen=True, kw_only=True):
@@ -114,11 +178,13 @@ class ExecResult(Record, frozen=True, kw_only=True):
     timed_out: bool
     """It ran into its timeout and was killed."""
     killed_by: str | None = None
-    """``timeout``, ``output`` (a flood) or ``destroy``; None where it ended by itself."""
+    """``timeout``, ``no_output``, ``output`` (a flood), ``kill`` or ``destroy``; None where it ended itself."""
     duration_s: float
     """From start to end, monotonic."""
     isolated: bool
     """Whether it ran in namespaces of its own."""
+    oom: bool = False
+    """The kernel ended a process of the sandbox for its memory limit meanwhile."""
 
 
 class VerifyRequest(Record, frozen=True, kw_only=True):
@@ -254,16 +320,22 @@ class ReadRequest(Record, frozen=True, kw_only=True):
     sandbox: str
     """The sandbox's id."""
     path: str
-    """Relative to ``/workspace``, or absolute under ``/workspace``, ``/tmp`` or ``/logs``."""
+    """Relative to ``/workspace``, or absolute under ``/workspace``, ``/tmp`` or ``/logs``; with an image, any."""
     limit: int = 1 << 20
-    """Most bytes; a larger file is an ``output_limit`` error."""
+    """Most bytes; a larger file is an ``output_limit`` error. More than 4 MiB need ``blob``."""
+    blob: bool = False
+    """Answer a reference into the blob store instead of the bytes."""
 
 
 class ReadResult(Record, frozen=True, kw_only=True):
     """A file's content."""
 
     data: bytes
-    """Its bytes (base64 in JSON)."""
+    """Its bytes (base64 in JSON); empty where ``blob`` is set."""
+    blob: str | None = None
+    """``sha256:...``, where a blob was asked for."""
+    size: int | None = None
+    """Bytes of the file, where a blob was asked for."""
 
 
 class WriteRequest(Record, frozen=True, kw_only=True):
@@ -273,10 +345,12 @@ class WriteRequest(Record, frozen=True, kw_only=True):
     """The sandbox's id."""
     path: str
     """As in `ReadRequest`."""
-    data: bytes
+    data: bytes = b""
     """Its bytes (base64 in JSON), at most 4 MiB."""
     mode: int = 0o644
     """Permission bits."""
+    blob: str | None = None
+    """Reference of its bytes in the blob store, instead of ``data``."""
 
 
 class WriteResult(Record, frozen=True, kw_only=True):
@@ -311,3 +385,24 @@ class ForwardResult(Record, frozen=True, kw_only=True):
 
     port: int
     """As asked for."""
+
+
+class InfoRequest(Record, frozen=True, kw_only=True):
+    """Ask what a node is (verb ``info``, answered by `NodeInfo`)."""
+
+
+class NodeInfo(Record, frozen=True, kw_only=True):
+    """A node, found by ``nats micro ls`` under the names ``gyre-sandbox-<node>``."""
+
+    node: str
+    """Its name, a token of the subjects."""
+    capabilities: Capabilities
+    """What its backend can do."""
+    unenforced: tuple[str, ...]
+    """Sentences: what a spec may ask for and this machine cannot hold."""
+    sandboxes: int
+    """How many it holds."""
+    max_sandboxes: int
+    """How many it may hold."""
+    images: tuple[str, ...] = ()
+    """Names in its image cache."""

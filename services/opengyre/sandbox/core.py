@@ -7,11 +7,12 @@ everything that is not the command's doing is one of the errors below.
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
-from opengyre.proto.sandbox import ErrorKind, ExecResult
+from opengyre.proto.sandbox import Capabilities, ErrorKind, ExecResult
+from opengyre.proto.sandbox_jobs import JobStatus, LogPage
 
 
 class SandboxError(Exception):
@@ -60,6 +61,11 @@ class InvalidRequest(SandboxError):
     kind = "invalid_request"
 
 
+def unsupported(capability: str, field: str, backend: str) -> InvalidRequest:
+    """What is raised where a backend's `Capabilities` say no: refused, never imitated."""
+    return InvalidRequest(f"{field} needs the capability {capability!r}, which {backend} has not on this node")
+
+
 ERRORS: dict[str, type[SandboxError]] = {
     error.kind: error for error in (SandboxGone, SandboxBusy, ExecTimeout, OutputLimit, InfraError, InvalidRequest)
 }
@@ -73,6 +79,33 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     workspace_mb: int = 16
     memory_mb: int = 256
     pids: int = 64
+    image: str | None = None
+    network: Literal["none", "allowlist"] = "none"
+    allowed_hosts: tuple[str, ...] = ()
+    cpus: float | None = None
+    disk_mb: int | None = None
+    workdir: str | None = None
+    user: str | None = None
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command runs, beside its text and its bounds; see `opengyre.proto.sandbox.ExecRequest`."""
+
+    cwd: str | None = None
+    env: Mapping[str, str] = {}
+    user: str | None = None
+    stdin: bytes | None = None
+    no_output_timeout_s: float | None = None
+
+
+PLAIN = Options()
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True):
+    """What went through an archive."""
+
+    entries: int
+    skipped: int
 
 
 class Backend(Protocol):
@@ -81,6 +114,10 @@ class Backend(Protocol):
     @property
     def isolated(self) -> bool:
         """Whether its sandboxes have namespaces of their own."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """What it can do here; known once it was started."""
         ...
 
     def unenforced(self) -> list[str]:
@@ -106,8 +143,32 @@ class Backend(Protocol):
         """Whether it is there and can run commands."""
         ...
 
-    async def exec(self, spec: Spec, exec_id: str, command: str, timeout_s: float, limit: int) -> ExecResult:
+    async def exec(
+        self, spec: Spec, exec_id: str, command: str, timeout_s: float, limit: int, options: Options = PLAIN
+    ) -> ExecResult:
         """Run a command once for its id, or join it, or answer what it did."""
+        ...
+
+    async def spawn(
+        self, spec: Spec, exec_id: str, command: str, timeout_s: float, limit: int, options: Options = PLAIN
+    ) -> None:
+        """Start a command once for its id; `exec` with the same text joins it, `poll` looks at it."""
+        ...
+
+    async def poll(self, sandbox: str, exec_id: str, wait_s: float = 0.0) -> JobStatus:
+        """Whether a command runs and what it did; waits for its end for so long. Raises `InvalidRequest` where the id
+        is none.
+        """
+        ...
+
+    async def logs(
+        self, sandbox: str, exec_id: str, stream: Literal["stdout", "stderr"], offset: int, limit: int
+    ) -> LogPage:
+        """Bytes of a command's output from ``offset`` (negative: from the end)."""
+        ...
+
+    async def kill(self, sandbox: str, exec_id: str, signal: Literal["KILL", "TERM", "INT"] = "KILL") -> None:
+        """End a command; KILL with all that it started, and its end is waited for. Nothing where it has ended."""
         ...
 
     async def quiet(self, sandbox: str) -> None:
@@ -127,6 +188,50 @@ class Backend(Protocol):
 
     async def write(self, sandbox: str, path: str, data: bytes, mode: int) -> None:
         """Write a regular file."""
+        ...
+
+    async def put(self, sandbox: str, path: str, archive: Path, user: str | None = None) -> Packed:
+        """Unpack a tar archive, a file of the node, into a directory of the sandbox."""
+        ...
+
+    async def get(self, sandbox: str, path: str, archive: Path, limit: int) -> Packed:
+        """Pack a directory into a tar archive of at most ``limit`` bytes, a file of the node."""
+        ...
+
+    async def read_to(self, sandbox: str, path: str, target: Path, limit: int) -> None:
+        """Content of a regular file of any size up to ``limit``, into a file of the node."""
+        ...
+
+    async def write_from(self, sandbox: str, path: str, source: Path, mode: int) -> None:
+        """Write a regular file from a file of the node."""
+        ...
+
+    async def snapshot(self, spec: Spec, snapshot: str) -> int:
+        """Keep the files of a sandbox under a new id, once; bytes that it takes."""
+        ...
+
+    async def fork(self, snapshot: str, spec: Spec) -> None:
+        """Make a sandbox as `create` does, with the files of a snapshot."""
+        ...
+
+    async def restore(self, spec: Spec, snapshot: str) -> None:
+        """End all that runs in a sandbox and give it the files of a snapshot."""
+        ...
+
+    async def drop(self, snapshot: str) -> bool:
+        """Forget a snapshot; False where there is none."""
+        ...
+
+    def snapshots(self) -> list[str]:
+        """Ids of the snapshots that are there, also those of before a restart."""
+        ...
+
+    def snapshot_folder(self, snapshot: str) -> Path:
+        """Where the manager may keep records about a snapshot; it goes with it."""
+        ...
+
+    def images(self) -> list[str]:
+        """Names that a spec's ``image`` may have."""
         ...
 
     async def listen(self, sandbox: str, port: int) -> socket.socket:
