@@ -13,6 +13,7 @@ from opengyre.cli import (
     hosts,
     knobs,
     runs,
+    sandbox,
     simulate,
     staleness,
     status,
@@ -36,7 +37,7 @@ app = typer.Typer(
 
 MODULES = (
     updown, demo, doctor, status, runs, tasks, hosts, staleness, decisions, knobs, streams, simulate, tune, bench,
-    trajectory,
+    trajectory, sandbox,
 )  # fmt: skip
 for module in MODULES:
     module.register(app)

@@ -3,6 +3,7 @@
 from opengyre.shared.bus.buckets import Bucket, Lease, LeaseOwner, View
 from opengyre.shared.bus.connection import Bus
 from opengyre.shared.bus.consume import Delivery, Puller, pulling, work
+from opengyre.shared.bus.discover import discover
 from opengyre.shared.bus.errors import (
     Abandoned,
     BusError,
@@ -51,6 +52,7 @@ __all__ = [
     "bootstrap",
     "call",
     "count",
+    "discover",
     "follow",
     "message_at",
     "next_message",
