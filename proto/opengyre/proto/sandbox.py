@@ -15,7 +15,7 @@ from typing import Literal
 
 from opengyre.proto.base import Record
 from opengyre.proto.subjects import rpc
-from opengyre.proto.task import Check
+from opengyre.proto.task import Check, TaskEnvironment, TaskTests
 
 SERVICE = "sandbox"
 VERBS = (
@@ -112,6 +112,8 @@ class SandboxSpec(Record, frozen=True, kw_only=True):
     """Where commands start, an absolute path; None is ``/workspace``, or the image's own."""
     user: str | None = None
     """Who runs commands, a name or a number; None is the sandbox's own user (``agent``), or the image's own."""
+    environment: TaskEnvironment | None = None
+    """Made on the node, once for the same one, and then begun with; instead of ``image``, ``workdir`` and ``user``."""
     ttl_s: float = 3600.0
     """It is removed this long after its creation or last renewal, whatever happens."""
     idle_ttl_s: float = 1800.0
@@ -129,6 +131,8 @@ class SandboxRef(Record, frozen=True, kw_only=True):
     """False where the machine allowed no namespaces and a setting permitted to go on without."""
     expires_in_s: float = 0.0
     """Seconds until it is removed, if it is neither used nor renewed."""
+    environment: str = ""
+    """A sentence: which base its environment has and how it was made; empty without one."""
 
 
 class ExecRequest(Record, frozen=True, kw_only=True):
@@ -198,10 +202,12 @@ class VerifyRequest(Record, frozen=True, kw_only=True):
     """The sandbox's id."""
     verify_id: str
     """Id given by the caller; the checks run once for it."""
-    checks: tuple[Check, ...]
+    checks: tuple[Check, ...] = ()
     """Commands whose exit code 0 means passed; names are unique."""
+    tests: TaskTests | None = None
+    """A verifier that is a program, instead of checks."""
     timeout_s: float = 30.0
-    """For each check."""
+    """For each check; tests have their own."""
     mode: Literal["shared", "separate", "live"] = "shared"
     """``shared``: in the sandbox itself, once all that was left running in it has been ended. ``separate``: that is
     ended as well, then ``/workspace`` is copied into a new sandbox in which nothing but the checks ever runs, and which
@@ -210,18 +216,29 @@ class VerifyRequest(Record, frozen=True, kw_only=True):
 
 
 class CheckResult(Record, frozen=True, kw_only=True):
-    """One check's outcome."""
+    """One check's outcome, or one reward of tests."""
 
     name: str
-    """The check's name."""
+    """The check's name, or the reward's."""
     passed: float
-    """1.0 or 0.0; 0.0 without meaning where ``error`` is set."""
+    """1.0 or 0.0, a reward anything in between; 0.0 without meaning where ``error`` is set."""
     weight: float
     """The check's weight."""
     output: str = ""
     """First bytes of what it wrote."""
     error: str | None = None
     """Why it could not be evaluated (late, killed); then the whole result is not valid."""
+
+
+class TestOutcome(Record, frozen=True, kw_only=True):
+    """One test of a report that a verifier left."""
+
+    __test__ = False  # pytest collects classes of this name
+
+    name: str
+    """As the report names it."""
+    outcome: Literal["passed", "failed", "skipped"]
+    """``failed`` is also a test that broke."""
 
 
 class VerifyResult(Record, frozen=True, kw_only=True):
@@ -232,15 +249,27 @@ class VerifyResult(Record, frozen=True, kw_only=True):
     parts: tuple[CheckResult, ...]
     """In the order of the checks; those after an infrastructure error are missing."""
     passed: int
-    """Number of checks passed."""
+    """Number of checks passed; of tests, as their reports count, else of rewards that are 1 or more."""
     total: int
-    """Number of checks asked for."""
+    """Number of checks asked for; of tests, those that were not skipped."""
     valid: bool
     """Every check was evaluated, so that a score may be taken from ``parts``."""
     infra_error: str | None = None
     """The sentence, where not valid."""
     isolated: bool = True
     """Whether they ran in namespaces of their own."""
+    rewards: Mapping[str, float] = {}
+    """What tests left, as they left it; empty for checks."""
+    baseline: int = 0
+    """Tests that pass with nothing done, as asked."""
+    progress: float | None = None
+    """The part of the tests that was gained over the baseline, 0 to 1; None where nothing counts tests."""
+    report: tuple[TestOutcome, ...] = ()
+    """The tests that reports name, the first 500."""
+    output: str = ""
+    """Head and tail of what the tests printed."""
+    environment: str = ""
+    """Which base they ran on and how it was made; empty without an environment."""
 
 
 class RenewRequest(Record, frozen=True, kw_only=True):

@@ -15,6 +15,63 @@ class Check(Record, frozen=True, kw_only=True):
     """Share of the score, above 0; the weights of a task sum to 1."""
 
 
+class TaskEnvironment(Record, frozen=True, kw_only=True):
+    """What the sandbox of a task is, where that is more than text files: an image, or a Dockerfile and its context."""
+
+    image: str | None = None
+    """Name of an image; None: it is made from ``dockerfile``."""
+    dockerfile: str | None = None
+    """Text of a Dockerfile; a node that cannot build replays its instructions where they allow that."""
+    context: bytes = b""
+    """The build context: a tar archive, compressed by gzip (base64 in JSON)."""
+    build_timeout_s: float = 600.0
+    """For each of its instructions."""
+    env: dict[str, str] = {}
+    """Of everything that runs in it, beside what the image or the Dockerfile sets."""
+    workdir: str | None = None
+    """Absolute path where commands start; None is the image's or the Dockerfile's own."""
+    user: str | None = None
+    """Whose commands the agent's are; None is the image's or the Dockerfile's own."""
+    cpus: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+
+
+class Collect(Record, frozen=True, kw_only=True):
+    """A command that is run in the agent's sandbox once the agent has ended, before the tests."""
+
+    command: str
+    timeout_s: float = 60.0
+    user: str | None = None
+
+
+class TaskTests(Record, frozen=True, kw_only=True):
+    """A verifier that is a program: it comes into the sandbox after the agent and leaves rewards in ``/logs/verifier``,
+    ``reward.json`` before ``reward.txt``, and reports of its tests (CTRF, JUnit).
+    """
+
+    archive: bytes
+    """The content of ``/tests``: a tar archive, compressed by gzip (base64 in JSON)."""
+    command: str = "/tests/test.sh"
+    """Its exit status says nothing."""
+    timeout_s: float = 600.0
+    """A verifier that is late is a failed evaluation, never a zero."""
+    env: dict[str, str] = {}
+    user: str | None = None
+    """None is ``root`` where the node's sandboxes have other users, else the agent's."""
+    separate: bool = False
+    """Asks for a clean sandbox, whatever the run says."""
+    collect: tuple[Collect, ...] = ()
+    parser: Literal["rewards", "pytest"] = "rewards"
+    """``pytest``: no file, but the short summary that pytest prints; the reward is 1 where every test passed."""
+    baseline: int = 0
+    """How many tests pass with nothing done."""
+    weights: dict[str, float] = {}
+    """Reward -> its share of the score; those that are not named have 1, and shares are made to sum to 1."""
+    score: Literal["rewards", "progress"] = "rewards"
+    """``progress``: the score is the part of the tests that was gained over the baseline."""
+
+
 class TaskSpec(Record, frozen=True, kw_only=True):
     """A task as a user submits it."""
 
@@ -25,6 +82,11 @@ class TaskSpec(Record, frozen=True, kw_only=True):
     files: dict[str, str] = {}
     """Relative path -> text, placed in the sandbox's /workspace before the agent starts."""
     checks: tuple[Check, ...] = ()
+    """The verifier, as commands; or else ``tests``."""
+    environment: TaskEnvironment | None = None
+    """None: the sandbox is a node's plain one, with ``files``."""
+    tests: TaskTests | None = None
+    """The verifier, as a program; or else ``checks``."""
     max_turns: int | None = None
     """Overrides the run's turn budget."""
     time_budget_s: float | None = None

@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from opengyre.proto.ids import BadIdentifierError, check_token
-from opengyre.proto.task import TaskSpec
+from opengyre.proto.task import TaskEnvironment, TaskSpec, TaskTests
 
 MAX_TEXT = 64 << 10
 """Characters of an instruction or a command."""
@@ -23,6 +23,8 @@ MAX_TURNS = 100_000
 MAX_TIME_BUDGET_S = 604_800.0
 MIN_TIME_BUDGET_S = 0.1
 MAX_REPEAT = 100_000
+MAX_TIMEOUT_S = 86_400.0
+MAX_VARIABLES = 256
 WEIGHT_TOLERANCE = 1e-6
 
 
@@ -42,7 +44,14 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
         raise InvalidTaskError("task", str(error).removeprefix("task ")) from error
     _text("instruction", spec.instruction, MAX_TEXT)
     _files(spec.files)
-    _checks(spec)
+    if spec.environment is not None:
+        _environment(spec.environment)
+    if spec.tests is None:
+        _checks(spec)
+    else:
+        if spec.checks:
+            raise InvalidTaskError("checks", "are there beside tests; allowed is one verifier")
+        _tests(spec.tests)
     if spec.max_turns is not None and not 1 <= spec.max_turns <= MAX_TURNS:
         raise InvalidTaskError("max_turns", f"is {spec.max_turns}; allowed are values from 1 to {MAX_TURNS}")
     budget = spec.time_budget_s
@@ -99,9 +108,70 @@ def _files(files: dict[str, str]) -> None:
             raise InvalidTaskError(f"files.{path}", "contains NUL or half of a surrogate pair; allowed is other text")
 
 
+def _timeout(field: str, value: float) -> None:
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise InvalidTaskError(field, f"is {value}; allowed are values above 0 and up to {MAX_TIMEOUT_S:g} seconds")
+
+
+def _variables(field: str, env: dict[str, str]) -> None:
+    if len(env) > MAX_VARIABLES:
+        raise InvalidTaskError(field, f"has {len(env)} entries; allowed are at most {MAX_VARIABLES}")
+    for name, value in env.items():
+        if not name or not name.isascii() or not name.replace("_", "a").isalnum() or name[0].isdigit():
+            raise InvalidTaskError(field, f"names {name[:80]!r}; allowed are names of shell variables")
+        _text(f"{field}.{name}", value, MAX_TEXT, empty=True)
+
+
+def _user(field: str, value: str | None) -> None:
+    if value is not None and not (0 < len(value) <= MAX_NAME and value.isprintable() and " " not in value):
+        raise InvalidTaskError(field, f"is {value[:80]!r}; allowed is the name or number of a user")
+
+
+def _environment(environment: TaskEnvironment) -> None:
+    if (environment.image is None) == (environment.dockerfile is None):
+        raise InvalidTaskError("environment", "has both image and dockerfile or none; allowed is one of them")
+    if environment.image is not None:
+        _text("environment.image", environment.image, MAX_PATH)
+    if environment.dockerfile is not None:
+        _text("environment.dockerfile", environment.dockerfile, MAX_TEXT)
+    workdir = environment.workdir
+    if workdir is not None and not (workdir.startswith("/") and workdir.isprintable() and len(workdir) <= MAX_PATH):
+        raise InvalidTaskError("environment.workdir", f"is {workdir[:80]!r}; allowed is an absolute path")
+    for field, value in (
+        ("cpus", environment.cpus),
+        ("memory_mb", environment.memory_mb),
+        ("storage_mb", environment.storage_mb),
+    ):
+        if value is not None and not 0 < value <= 1 << 24:
+            raise InvalidTaskError(
+                f"environment.{field}", f"is {value}; allowed are values above 0 and up to {1 << 24}"
+            )
+    _timeout("environment.build_timeout_s", environment.build_timeout_s)
+    _variables("environment.env", environment.env)
+    _user("environment.user", environment.user)
+
+
+def _tests(tests: TaskTests) -> None:
+    _text("tests.command", tests.command, MAX_TEXT)
+    _timeout("tests.timeout_s", tests.timeout_s)
+    _variables("tests.env", tests.env)
+    _user("tests.user", tests.user)
+    for number, collect in enumerate(tests.collect):
+        _text(f"tests.collect.{number}.command", collect.command, MAX_TEXT)
+        _timeout(f"tests.collect.{number}.timeout_s", collect.timeout_s)
+        _user(f"tests.collect.{number}.user", collect.user)
+    if tests.baseline < 0:
+        raise InvalidTaskError("tests.baseline", f"is {tests.baseline}; allowed is a number of tests, 0 or more")
+    for name, weight in tests.weights.items():
+        if not 0 < weight < math.inf:
+            raise InvalidTaskError(f"tests.weights.{name[:80]}", f"is {weight}; allowed are values above 0")
+
+
 def _checks(spec: TaskSpec) -> None:
     if not 1 <= len(spec.checks) <= MAX_CHECKS:
-        raise InvalidTaskError("checks", f"has {len(spec.checks)} entries; allowed are 1 to {MAX_CHECKS}")
+        raise InvalidTaskError(
+            "checks", f"has {len(spec.checks)} entries; allowed are one or more, up to {MAX_CHECKS}, or tests"
+        )
     seen: set[str] = set()
     for number, check in enumerate(spec.checks):
         where = f"checks.{number}"

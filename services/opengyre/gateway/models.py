@@ -62,13 +62,60 @@ class CheckIn(Input):
     weight: float = Field(gt=0, le=1, description="Share of the score; the weights of a task sum to 1")
 
 
+_BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+Archive = Annotated[str, Field(pattern=_BASE64, description="a tar archive, compressed by gzip, as base64")]
+
+
+class EnvironmentIn(Input):
+    """An image, or a Dockerfile and its context."""
+
+    image: str | None = None
+    dockerfile: str | None = None
+    context: Archive = ""
+    build_timeout_s: float = 600.0
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    user: str | None = None
+    cpus: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+
+
+class CollectIn(Input):
+    """A command in the agent's sandbox before the tests."""
+
+    command: str
+    timeout_s: float = 60.0
+    user: str | None = None
+
+
+class TestsIn(Input):
+    """A program that comes into the sandbox after the agent and leaves rewards in /logs/verifier."""
+
+    __test__: ClassVar[bool] = False  # pytest collects classes of this name
+
+    archive: Archive = Field(description="the content of /tests: tar.gz, as base64")
+    command: str = "/tests/test.sh"
+    timeout_s: float = 600.0
+    env: dict[str, str] = {}
+    user: str | None = None
+    separate: bool = False
+    collect: list[CollectIn] = []
+    parser: Literal["rewards", "pytest"] = "rewards"
+    baseline: int = Field(default=0, ge=0, le=1 << 31)
+    weights: dict[str, float] = {}
+    score: Literal["rewards", "progress"] = "rewards"
+
+
 class TaskFields(Input):
     task: str = Field(pattern=TOKEN_PATTERN, description="Identifier, unique in its run")
     instruction: str = Field(min_length=1, max_length=task_rules.MAX_TEXT, description="What the agent is told")
     files: dict[str, str] = Field(
         default={}, description="Relative path -> text, placed in the sandbox's /workspace before the agent starts"
     )
-    checks: list[CheckIn] = Field(min_length=1, max_length=task_rules.MAX_CHECKS)
+    checks: list[CheckIn] = Field(default=[], max_length=task_rules.MAX_CHECKS, description="or else tests")
+    environment: EnvironmentIn | None = None
+    tests: TestsIn | None = Field(default=None, description="A verifier that is a program, or else checks")
     max_turns: int | None = Field(default=None, ge=1, le=task_rules.MAX_TURNS)
     time_budget_s: float | None = Field(default=None, ge=task_rules.MIN_TIME_BUDGET_S, le=task_rules.MAX_TIME_BUDGET_S)
     purpose: Literal["train", "evaluate"] = "train"
