@@ -1,5 +1,6 @@
 """A node with bubblewrap sandboxes for tests, and what is left of it, counted on the system itself."""
 
+import ast
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,6 +69,16 @@ class Node:
         for info in self.manager.listing({}):
             await self.manager.destroy(info.sandbox)
         await self.manager.stop()
+
+
+def names_of_tests(suite: Path) -> set[str]:
+    """Names of all tests of sandboxes below a folder."""
+    found: set[str] = set()
+    for path in sorted(suite.rglob("test_*sandbox*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = (ast.AsyncFunctionDef, ast.FunctionDef)
+        found |= {one.name for one in ast.walk(tree) if isinstance(one, kinds) and one.name.startswith("test_")}
+    return found
 
 
 def left_of(root: Path, backend: Bubblewrap) -> list[str]:
