@@ -10,6 +10,7 @@ Awaits: `run` waits for the stop; a handler waits for its work or the stop, whic
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,10 +41,11 @@ from opengyre.proto.sandbox import (
     WriteResult,
 )
 from opengyre.sandbox.bubblewrap import Bubblewrap
-from opengyre.sandbox.core import CannotIsolateError, SandboxError, Spec
+from opengyre.sandbox.core import Backend, CannotIsolateError, SandboxError, Spec
 from opengyre.sandbox.manager import Manager
 from opengyre.shared.bus import Endpoint, RpcFailedError, serving
 from opengyre.shared.lifecycle import Context
+from opengyre.shared.settings import SandboxSettings
 
 log = logging.getLogger("gyre.sandbox")
 
@@ -105,6 +107,10 @@ class SandboxService:
 
     async def _start(self) -> int:
         root = self._context.state_dir / "sandbox" / self._node
+        if self._settings.backend == "docker":
+            # A folder of its own: one backend cannot end what another one left.
+            root = self._context.state_dir / "sandbox-docker" / self._node
+            return await self._use(docker_backend(root, self._settings))
         try:
             return await self._use(Bubblewrap(root, binds=self._settings.bound()))
         except CannotIsolateError as error:
@@ -119,7 +125,7 @@ class SandboxService:
             )
             return await self._use(Bubblewrap(root, isolated=False))
 
-    async def _use(self, backend: Bubblewrap) -> int:
+    async def _use(self, backend: Backend) -> int:
         settings = self._settings
         defaults = Spec(
             sandbox="", workspace_mb=settings.workspace_mb, memory_mb=settings.memory_mb, pids=settings.pids
@@ -203,6 +209,17 @@ class SandboxService:
 
     async def _forward(self, request: ForwardRequest) -> ForwardResult:
         return await self.manager.forward(request)
+
+
+def docker_backend(root: Path, settings: SandboxSettings) -> Backend:
+    """The Docker backend; `CannotIsolateError` where its client is not installed."""
+    try:
+        from opengyre.sandbox.docker import Docker
+    except ModuleNotFoundError as error:
+        raise CannotIsolateError(
+            "sandbox.backend is 'docker', whose client is missing: install opengyre[docker], or set 'bubblewrap'"
+        ) from error
+    return Docker(root, socket=Path(settings.docker_socket), image=settings.docker_image, binds=settings.bound())
 
 
 async def _cancelled(work: Awaitable[Any]) -> None:

@@ -97,6 +97,13 @@ class RolloutSettings(Section):
 
 class SandboxSettings(Section):
     node: str = Field(default="node0", description="name of this node, stable over restarts")
+    backend: Literal["bubblewrap", "docker"] = Field(
+        default="bubblewrap", description="docker needs an engine on this machine and the extra opengyre[docker]"
+    )
+    docker_socket: str = Field(default="/var/run/docker.sock", pattern="^/", description="docker: the engine's socket")
+    docker_image: str = Field(
+        default="debian:bookworm-slim", description="docker: what a sandbox shows that names no image; it must be there"
+    )
     workspace_mb: int = Field(default=16, ge=1)
     memory_mb: int = Field(default=256, ge=16)
     pids: int = Field(default=64, ge=4)
