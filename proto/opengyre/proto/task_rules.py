@@ -46,12 +46,7 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
     _files(spec.files)
     if spec.environment is not None:
         _environment(spec.environment)
-    if spec.tests is None:
-        _checks(spec)
-    else:
-        if spec.checks:
-            raise InvalidTaskError("checks", "are there beside tests; allowed is one verifier")
-        _tests(spec.tests)
+    _verifier(spec)
     if spec.max_turns is not None and not 1 <= spec.max_turns <= MAX_TURNS:
         raise InvalidTaskError("max_turns", f"is {spec.max_turns}; allowed are values from 1 to {MAX_TURNS}")
     budget = spec.time_budget_s
@@ -165,6 +160,17 @@ def _tests(tests: TaskTests) -> None:
     for name, weight in tests.weights.items():
         if not 0 < weight < math.inf:
             raise InvalidTaskError(f"tests.weights.{name[:80]}", f"is {weight}; allowed are values above 0")
+
+
+def _verifier(spec: TaskSpec) -> None:
+    if spec.tests is None:
+        _checks(spec)
+    else:
+        if spec.checks:
+            raise InvalidTaskError("checks", "are there beside tests; allowed is one verifier")
+        if spec.environment is None:
+            raise InvalidTaskError("tests", "need an environment; allowed without one are checks")
+        _tests(spec.tests)
 
 
 def _checks(spec: TaskSpec) -> None:

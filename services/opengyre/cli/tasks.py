@@ -1,4 +1,4 @@
-"""`gyre task submit`, `ls` and `show`."""
+"""`gyre task submit`, `check`, `ls` and `show`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from opengyre.cli import task_check
 from opengyre.cli.client import (
     Api,
     GatewayOption,
@@ -34,6 +35,7 @@ RunOption = Annotated[str | None, typer.Option("--run", help="Default: the activ
 def register(app: typer.Typer) -> None:
     tasks = typer.Typer(name="task", help="Submit tasks and see what becomes of them.", no_args_is_help=True)
     tasks.command("submit")(submit)
+    tasks.command("check")(task_check.check)
     tasks.command("ls")(ls)
     tasks.command("show")(show)
     app.add_typer(tasks)

@@ -104,6 +104,14 @@ class SandboxSettings(Section):
     docker_image: str = Field(
         default="debian:bookworm-slim", description="docker: what a sandbox shows that names no image; it must be there"
     )
+    stand_in: str | None = Field(
+        default=None,
+        description="image that takes the place of a task's base that is not here; host: this machine's programs",
+    )
+    offline: bool = Field(
+        default=True,
+        description="tasks' tests and Dockerfiles find stand-ins of apt-get, curl, pip, uv and uvx first on PATH",
+    )
     workspace_mb: int = Field(default=16, ge=1)
     memory_mb: int = Field(default=256, ge=16)
     pids: int = Field(default=64, ge=4)

@@ -128,3 +128,18 @@ def _below(member: str, name: str) -> str | None:
     if member == name:
         return ""
     return member[len(name) + 1 :] if member.startswith(f"{name}/") else None
+
+
+def contents(archive: bytes, most_each: int = 16 << 20) -> dict[str, bytes]:
+    """The regular files at the top of a plain archive, by name, those that are not larger; raises `TaskError`."""
+    found = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
+            for member in opened:
+                name = member.name.removeprefix("./")
+                data = opened.extractfile(member) if member.isreg() and "/" not in name else None
+                if data is not None and member.size <= most_each:
+                    found[name] = data.read()
+    except (tarfile.TarError, ValueError, OSError) as error:
+        raise TaskError(f"what the tests left cannot be read: {error}") from error
+    return found

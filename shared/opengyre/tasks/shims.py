@@ -4,7 +4,7 @@ run without network. Pure: texts.
 A stand-in does nothing where what is asked for is there, and fails with a sentence where it is not: it never pretends
 that something was installed. ``apt-get`` and ``apt`` look for programs and packages of the base, ``curl`` and ``wget``
 answer only uv's installer, ``uv`` and ``uvx`` run programs and modules of the environment's Python, ``pip`` looks for
-its modules.
+its modules. Where ``GYRE_TOOLS`` names a folder of Python modules, these count as the environment's, after its own.
 """
 
 FOLDER = "shims"
@@ -69,40 +69,47 @@ exit 6
 
 _UVX = r"""#!/bin/sh
 # uvx without a network: the program, or the module of that name, of the environment.
-with=; python=$PYTHON_FOR_TESTS
-[ -n "$python" ] || python=python3
+wanted=
 while [ $# -gt 0 ]; do
   case "$1" in
-    --with|-w) with="$with $2"; shift 2 ;;
-    --with=*) with="$with ${1#--with=}"; shift ;;
-    -p|--python|--from|--index-url|--with-requirements) shift 2 ;;
+    --with|-w) wanted="$wanted $2"; shift 2 ;;
+    --with=*) wanted="$wanted ${1#--with=}"; shift ;;
+    -p|--python|--from|--index-url|--with-requirements|--with-editable) shift 2 ;;
     --) shift; break ;;
     -*) shift ;;
     *) break ;;
   esac
 done
 [ $# -gt 0 ] || { echo "uvx: there is no program named" >&2; exit 2; }
-name=${1%%[=@<>]*}; shift
-for requirement in $with $name; do
-  module=$(printf %s "${requirement%%[=<>!~[]*}" | tr 'A-Z.-' 'a-z__')
-  case "$module" in
-    pytest_json_ctrf) module=pytest_json_ctrf ;;
-    pyyaml) module=yaml ;;
-    beautifulsoup4) module=bs4 ;;
-    scikit_learn) module=sklearn ;;
-    pillow) module=PIL ;;
-    opencv_python|opencv_python_headless) module=cv2 ;;
-  esac
-  "$python" - "$module" 2>/dev/null <<'END' && continue
-import importlib.util, sys
-sys.exit(importlib.util.find_spec(sys.argv[1]) is None)
+name=${1%%[@=<>]*}; shift
+missing=$(python3 - $wanted "$name" <<'END'
+import importlib.metadata, importlib.util, os, re, shutil, sys
+def there(name):
+    try:
+        importlib.metadata.version(name)
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        module = re.sub("[-.]", "_", name.lower())
+        return importlib.util.find_spec(module) is not None or shutil.which(name) is not None
+names = [re.split(r"[=<>!~\[;@ ]", word)[0] for word in sys.argv[1:]]
+missing = [name for name in names if not there(name)]
+tools = os.environ.get("GYRE_TOOLS", "")
+if missing and os.path.isdir(tools):
+    sys.path.append(tools)
+    importlib.invalidate_caches()
+    missing = [name for name in names if not there(name)]
+    print("tools" if not missing else " ".join(missing))
+else:
+    print(" ".join(missing))
 END
-  command -v "$requirement" >/dev/null 2>&1 && continue
-  echo "uvx: there is no network here, and $requirement is not there" >&2
-  exit 2
-done
-module=$(printf %s "$name" | tr 'A-Z-' 'a-z_')
-if "$python" -c "import $module" >/dev/null 2>&1; then exec "$python" -m "$module" "$@"; fi
+) || { echo "uvx: there is no python3 here" >&2; exit 2; }
+case "$missing" in
+  "") ;;
+  tools) PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$GYRE_TOOLS; export PYTHONPATH ;;
+  *) echo "uvx: there is no network here, and these are not there: $missing" >&2; exit 2 ;;
+esac
+module=$(printf %s "$name" | tr 'A-Z.-' 'a-z__')
+if python3 -c "import $module" >/dev/null 2>&1; then exec python3 -m "$module" "$@"; fi
 exec "$name" "$@"
 """
 
@@ -125,7 +132,10 @@ case "$verb" in
     done
     case "${1:-}" in
       *.py) exec python3 "$@" ;;
-      python|python3) shift; exec python3 "$@" ;;
+      python|python3)
+        shift
+        [ -d "$GYRE_TOOLS" ] && PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$GYRE_TOOLS && export PYTHONPATH
+        exec python3 "$@" ;;
     esac
     command -v "${1:-}" >/dev/null 2>&1 && exec "$@"
     exec "$here/uvx" "$@" ;;
@@ -147,12 +157,13 @@ while [ $# -gt 0 ]; do
     .|./*|/*) echo "pip: there is no network here; a folder cannot be installed" >&2; exit 1 ;;
   esac
   python3 - "$1" <<'END' || { echo "pip: there is no network here, and $1 is not there" >&2; exit 1; }
-import importlib.metadata, importlib.util, re, sys
+import importlib.metadata, importlib.util, os, re, sys
 name = re.split(r"[=<>!~\[;@ ]", sys.argv[1])[0]
+sys.path += [folder for folder in [os.environ.get("GYRE_TOOLS", "")] if os.path.isdir(folder)]
 try:
     importlib.metadata.version(name)
 except importlib.metadata.PackageNotFoundError:
-    sys.exit(importlib.util.find_spec(name.lower().replace("-", "_")) is None)
+    sys.exit(importlib.util.find_spec(re.sub("[-.]", "_", name.lower())) is None)
 END
   shift
 done

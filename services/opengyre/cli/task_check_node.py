@@ -1,0 +1,80 @@
+"""The machine on which `gyre task check` makes tasks: a backend of its own, which leaves nothing.
+
+Awaits: one sandbox at a time, each step bounded by the task's own timeouts.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+from opengyre.cli.task_check_run import Facts, judged, run_task
+from opengyre.sandbox import offline, stand_in
+from opengyre.sandbox.bubblewrap import Bubblewrap
+from opengyre.sandbox.core import Backend, CannotIsolateError
+from opengyre.sandbox.environments import Environments
+from opengyre.sandbox.harbor import OFFLINE
+from opengyre.sandbox.origin import HOST
+from opengyre.sandbox.service import docker_backend
+from opengyre.shared.settings import SandboxSettings
+from opengyre.tasks.directory import TaskDirectory, is_task, read_task
+
+
+def found(paths: list[Path]) -> list[TaskDirectory]:
+    """The tasks at paths, or in the folders right below them; raises `TaskError`."""
+    tasks = []
+    for path in paths:
+        below = sorted(child for child in path.iterdir() if is_task(child)) if path.is_dir() else []
+        tasks += [read_task(child) for child in ([path] if is_task(path) or not below else below)]
+    return tasks
+
+
+async def check_all(tasks: list[TaskDirectory], settings: SandboxSettings, tell: Callable[[str], None]) -> list[Facts]:
+    """What is known of each after its check; ``tell`` hears the name of each before. Raises `SandboxError`."""
+    facts = []
+    async with node(settings) as environments:
+        for task in tasks:
+            tell(task.name)
+            nothing, sentence = await run_task(task, environments, os.environ, solve=False)
+            solved = None
+            if nothing.error is None and all(step.solution for step in task.steps):
+                solved, sentence = await run_task(task, environments, os.environ, solve=True)
+            facts.append(judged(task, sentence, nothing, solved))
+    return facts
+
+
+@contextlib.asynccontextmanager
+async def node(settings: SandboxSettings) -> AsyncIterator[Environments]:
+    """A backend of this command's own, with its environments; it leaves nothing."""
+    folder = Path(tempfile.mkdtemp(prefix="gyre-check-"))
+    try:
+        binds: Mapping[str, str] = settings.bound()
+        if settings.offline:
+            tools, _ = await asyncio.to_thread(offline.make, offline.place(folder))
+            binds = {**binds, OFFLINE: str(tools)}
+        backend = _backend(folder / "node", settings, binds)
+        # A start that fails half-way has to be taken back as well.
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(backend.stop)
+            await backend.start()
+            if isinstance(backend, Bubblewrap) and settings.stand_in == HOST:
+                await asyncio.to_thread(stand_in.ensure, backend.image_cache)
+            environments = Environments(backend, "this machine", stand_in=settings.stand_in, offline=settings.offline)
+            yield environments
+            await environments.forget()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _backend(root: Path, settings: SandboxSettings, binds: Mapping[str, str]) -> Backend:
+    if settings.backend == "docker":
+        bound = tuple(f"{inside}={outside}" for inside, outside in binds.items())
+        return docker_backend(root, settings.model_copy(update={"binds": bound}))
+    if os.geteuid() != 0:
+        raise CannotIsolateError(
+            "tasks with an environment need images, which bubblewrap mounts as root only; run as root, or with docker"
+        )
+    return Bubblewrap(root, binds=binds)

@@ -1,0 +1,129 @@
+"""Running a task's program of tests in a sandbox, as Harbor does: clean the folder of its results, bring the tests in,
+run them, read what they left. And its reference solution, for those who check tasks.
+
+Whoever calls has ended the agent's processes, or has made a sandbox in which none ever ran. The tests belong to root
+where the sandbox has other users, so that who is not root can only read them.
+
+Awaits: one command at a time, each bounded by its timeout; archives in and out, bounded by the backend.
+"""
+
+import asyncio
+import shlex
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from opengyre.proto.sandbox import ExecResult, VerifyResult
+from opengyre.proto.task import TaskTests
+from opengyre.sandbox.core import Backend, ExecTimeout, InfraError, InvalidRequest, Options, OutputLimit, Spec
+from opengyre.sandbox.verdict import interrupted, of_tests
+from opengyre.tasks import shims
+from opengyre.tasks.archives import contents, unsqueeze
+from opengyre.tasks.directory import LOGS, TESTS
+from opengyre.tasks.errors import TaskError
+
+OFFLINE = "/opt/gyre"
+"""Where the offline stand-ins are in a sandbox: its folder `shims.FOLDER`, and beside it ``tools``."""
+STEP_S = 60.0
+"""Bound of what is ours: making folders, looking."""
+OUTPUT = 1 << 20
+LEFT_LIMIT = 64 << 20
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+Execute = Callable[[str, str, float, int, Options], Awaitable[ExecResult]]
+"""Run a command: its id, its text, its timeout in seconds, most bytes of its output, how."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A sandbox as one who brings tests in sees it."""
+
+    backend: Backend
+    spec: Spec
+    execute: Execute
+    prefix: str
+    """Of the ids of its commands, unique to what is done."""
+    offline: bool = False
+    """Tests run with the offline stand-ins first on PATH."""
+
+    @property
+    def root(self) -> str | None:
+        """Who makes what the agent may not change."""
+        return "root" if self.backend.capabilities().users else None
+
+    async def run(self, name: str, command: str, timeout_s: float, options: Options) -> ExecResult:
+        return await self.execute(f"{self.prefix}.{name}", command, timeout_s, OUTPUT, options)
+
+    async def must(self, name: str, command: str, user: str | None = None) -> None:
+        """Run one of our own commands; raises `InfraError` where it fails."""
+        done = await self.run(name, command, STEP_S, Options(cwd="/", user=user, env={"PATH": PATH}))
+        if done.exit_code != 0:
+            why = interrupted("it", done) or (done.stderr or done.stdout).strip()[-300:]
+            raise InfraError(f"{command[:120]!r} failed in sandbox {self.spec.sandbox!r}: {why}")
+
+    async def put(self, path: str, archive: bytes, user: str | None) -> None:
+        """Unpack a plain tar archive."""
+        with tempfile.NamedTemporaryFile(prefix="gyre-put-", suffix=".tar") as file:
+            await asyncio.to_thread(Path(file.name).write_bytes, archive)
+            await self.backend.put(self.spec.sandbox, path, Path(file.name), user)
+
+    async def get(self, path: str, limit: int) -> bytes:
+        """A folder as a plain tar archive."""
+        with tempfile.NamedTemporaryFile(prefix="gyre-get-", suffix=".tar") as file:
+            await self.backend.get(self.spec.sandbox, path, Path(file.name), limit)
+            return await asyncio.to_thread(Path(file.name).read_bytes)
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Of a program of the task: with the stand-ins first on PATH, where they are wanted."""
+        if not self.offline:
+            return dict(env)
+        path = env.get("PATH") or self.spec.env.get("PATH") or PATH
+        return {**env, "PATH": f"{OFFLINE}/{shims.FOLDER}:{path}", "GYRE_TOOLS": f"{OFFLINE}/tools"}
+
+    async def solve(self, archive: bytes, command: str, env: Mapping[str, str], timeout_s: float) -> ExecResult:
+        """Bring the reference solution in and run it."""
+        await self.put("/solution", archive, None)
+        return await self.run("solve", command, timeout_s, Options(env=self.environment(env)))
+
+
+async def collect(tests: TaskTests, inside: Inside) -> str | None:
+    """Run the task's own commands in the agent's sandbox before its tests; why that failed, or None.
+
+    A command that fails by its exit status says so to the tests by what is missing; one that is late or killed is a
+    failed evaluation.
+    """
+    for number, item in enumerate(tests.collect):
+        options = Options(user=item.user, env=inside.environment(tests.env))
+        done = await inside.run(f"collect{number}", item.command, item.timeout_s, options)
+        error = interrupted(f"collecting ({item.command[:80]!r})", done)
+        if error is not None:
+            return error
+    return None
+
+
+async def run_tests(tests: TaskTests, verify_id: str, inside: Inside) -> VerifyResult:
+    """The verdict of a task's tests; a failure of the machine is an answer as well."""
+    isolated = inside.backend.isolated
+    try:
+        archive = unsqueeze(tests.archive)
+        quoted = f"{shlex.quote(LOGS)} {shlex.quote(TESTS)}"
+        await inside.must("clear", f"rm -rf -- {quoted} && mkdir -p -- {LOGS} && chmod 0777 {LOGS}", inside.root)
+        await inside.put(TESTS, archive, inside.root)
+        await inside.must("ready", f"chmod +x {TESTS}/*.sh 2>/dev/null; true", inside.root)
+        options = Options(env=inside.environment(tests.env), user=tests.user or inside.root)
+        ran = await inside.run("tests", f"{{ {tests.command}\n}} 2>&1", tests.timeout_s, options)
+        files = contents(await inside.get(LOGS, LEFT_LIMIT))
+    except (TaskError, InfraError, ExecTimeout, OutputLimit) as error:
+        return _failed(tests, verify_id, f"the tests could not be run: {error}", isolated=isolated)
+    except InvalidRequest as error:
+        # What the sandbox refuses here is what the agent made of its folders, or a user that is not there.
+        return _failed(tests, verify_id, f"the tests could not be brought in or read: {error}", isolated=isolated)
+    return of_tests(tests, verify_id, ran, files, isolated=isolated)
+
+
+def _failed(tests: TaskTests, verify_id: str, why: str, *, isolated: bool) -> VerifyResult:
+    return VerifyResult(
+        verify_id=verify_id, parts=(), passed=0, total=0, valid=False, infra_error=why, isolated=isolated,
+        baseline=tests.baseline,
+    )  # fmt: skip
