@@ -265,6 +265,7 @@ def test_cgroups_are_made_below_our_own():
     found = cgroups.find_mounts(MOUNTS, "4:memory:/docker/abc/sub\n0::/user.slice/x\n")
     assert {name: (str(mount.own), mount.v2) for name, mount in found.items()} == {
         "memory": ("/sys/fs/cgroup/memory/sub", False),
+        "cpu": ("/sys/fs/cgroup/cpu,cpuacct", False),
         "unified": ("/sys/fs/cgroup/unified/user.slice/x", True),
     }
 

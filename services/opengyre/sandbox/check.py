@@ -12,6 +12,7 @@ OUTPUT_LIMIT = 1 << 20
 FILE_LIMIT = 4 << 20
 ENV_LIMIT = 16 << 10
 _ID = re.compile(r"[A-Za-z0-9_-]{1,96}")
+_IMAGE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,127}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("GYRE_EXEC", "GYRE_SANDBOX")
 
@@ -20,6 +21,15 @@ def identifier(field: str, value: str) -> str:
     """An id that is one subject token and one file name."""
     if not _ID.fullmatch(value):
         raise InvalidRequest(f"{field} is {value[:120]!r}; allowed are 1 to 96 of A-Z, a-z, 0-9, _ and -")
+    return value
+
+
+def image_name(value: str) -> str:
+    """A name in the image cache, which is one file name."""
+    if not _IMAGE.fullmatch(value):
+        raise InvalidRequest(
+            f"image is {value[:120]!r}; allowed are 1 to 128 of A-Z, a-z, 0-9, _, . : and -, no dot first"
+        )
     return value
 
 
@@ -96,6 +106,12 @@ def verification(value: VerifyRequest) -> None:
     """All fields of a verification."""
     identifier("verify_id", value.verify_id)
     between("timeout_s", value.timeout_s, 0.01, 86400)
+    if value.tests is not None:
+        if value.checks:
+            raise InvalidRequest("checks are there beside tests; allowed is one of them")
+        between("tests.timeout_s", value.tests.timeout_s, 0.01, 86400)
+        command(value.tests.command)
+        return
     names = [check.name for check in value.checks]
     if not names or len(set(names)) < len(names):
         raise InvalidRequest("checks are none or share a name; allowed is at least one, each with a name of its own")

@@ -1,17 +1,26 @@
 """From a command to the launcher's request, and from its monitor's record to the answer. Pure."""
 
 import hashlib
+import posixpath
 from typing import Any
+
+import msgspec
 
 from opengyre.proto.sandbox import ExecResult
 from opengyre.sandbox import jail
-from opengyre.sandbox.core import Spec
+from opengyre.sandbox.core import PLAIN, Options, Spec
 from opengyre.sandbox.records import Answer, Processes
 
+KEPT_MB = 64
+"""Most of the full outputs of ended commands that is kept of a sandbox, in MiB; at least one command's."""
 
-def digest(command: str) -> str:
+
+def digest(command: str, options: Options = PLAIN) -> str:
     """What an exec id stands for."""
-    return hashlib.sha256(command.encode("utf-8", "surrogateescape")).hexdigest()
+    found = hashlib.sha256(command.encode("utf-8", "surrogateescape"))
+    if options != PLAIN:
+        found.update(b"\0" + msgspec.json.encode(options, order="deterministic"))
+    return found.hexdigest()
 
 
 def request(
@@ -23,17 +32,23 @@ def request(
     cwd: str,
     uid: int | None,
     memory_by_cgroup: bool,
+    options: Options = PLAIN,
 ) -> dict[str, Any]:
     """What `opengyre.sandbox.launch.execs.Start` reads, but for the command, its bounds and its folder."""
     exec_marker = f"{marker}.{exec_id}"
+    user = options.user or spec.user or record.user
     return {
         "sandbox": spec.sandbox,
         "spool_limit": jail.spool_limit(spec),
-        "env": jail.environment(spec, marker, exec_marker, cwd),
+        "keep_limit": max(KEPT_MB << 20, 2 * jail.spool_limit(spec)),
+        "env": jail.environment({**record.env, **spec.env, **options.env}, marker, exec_marker, None if user else cwd),
+        "user": user,
+        "keep": jail.ROOT_CAPABILITIES,
+        "no_output_s": options.no_output_timeout_s,
         "pid": record.pid,
         "started": record.started,
         "uid": uid,
-        "cwd": cwd,
+        "cwd": cwd if options.cwd is None else posixpath.normpath(posixpath.join(cwd, options.cwd)),
         "limits": jail.limits(spec, memory_by_cgroup=memory_by_cgroup),
         "marker": exec_marker,
         "isolated": record.isolated,
@@ -55,4 +70,5 @@ def result(exec_id: str, answer: Answer, *, isolated: bool) -> ExecResult:
         killed_by=answer.killed_by,
         duration_s=answer.duration_s,
         isolated=isolated,
+        oom=answer.oom,
     )

@@ -2,11 +2,14 @@
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from opengyre.sandbox.launch import mounts
 
 RUN = Path("/run/opengyre")
 
@@ -60,3 +63,26 @@ def user_namespaces() -> str | None:
     if os.geteuid() != 0 and switch.exists() and int(switch.read_text()) == 0:
         return "user namespaces are off for ordinary users (kernel.unprivileged_userns_clone is 0)"
     return None
+
+
+def prepare_mounts() -> bool:
+    """Make the folders where roots are mounted (in namespaces of their own); False where id-mapped overlays cannot be
+    had: before Linux 5.19, or without the right to mount.
+    """
+    if os.geteuid() != 0 or _kernel() < (5, 19):
+        return False
+    for path in (mounts.ROOT, mounts.STORE, mounts.MAPPED, f"{mounts.POINT}/layers"):
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True, mode=0o755)
+        except OSError:
+            return False
+    return True
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+
+
+def has_loops() -> bool:
+    """Whether files can be mounted, and file systems made in them."""
+    return os.access("/dev/loop-control", os.R_OK | os.W_OK) and shutil.which("mkfs.ext4", path=os.defpath) is not None

@@ -35,10 +35,15 @@ async def ended(pid: int, started: int, timeout_s: float) -> bool:
 
 def kill(pid: int, started: int) -> None:
     """SIGKILL to exactly that process, if it is still there."""
+    send(pid, started, signal.SIGKILL)
+
+
+def send(pid: int, started: int, number: signal.Signals) -> None:
+    """A signal to exactly that process, if it is still there."""
     with suppress(ProcessLookupError):
         fd = kernel.open_process(pid, started)
         try:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            signal.pidfd_send_signal(fd, number)
         finally:
             os.close(fd)
 

@@ -4,10 +4,13 @@ Files appear whole (written beside and renamed). They are not forced to the disk
 its sandboxes too, and the boot id then says that a record is of another boot.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from opengyre.sandbox.core import Spec
 
 T = TypeVar("T")
 
@@ -27,6 +30,33 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     """Its first process, in the service's pid namespace."""
     started: int = 0
     """Start time of that, in clock ticks since boot."""
+    image: bool = False
+    """Its root is an overlay over an image."""
+    base: str | None = None
+    """Path of the image's root folder."""
+    layers: tuple[str, ...] = ()
+    """Kept layers above the image that its root shows, the lowest first."""
+    env: Mapping[str, str] = {}
+    """The image's own environment; likewise the next two."""
+    workdir: str | None = None
+    user: str | None = None
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot (``kept.json``)."""
+
+    spec: Spec
+    """Of the sandbox that it was taken of."""
+    token: str
+    """Name of its layer, a folder, or of its records, a file, below the node's ``layers``."""
+    size: int
+    image: bool
+    base: str | None = None
+    layers: tuple[str, ...] = ()
+    """Kept layers that it stands on, the lowest first, without its own."""
+    env: Mapping[str, str] = {}
+    workdir: str | None = None
+    user: str | None = None
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +75,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     infra_error: str | None
     gone: bool
     duration_s: float
+    refused: str | None = None
+    """Why it was not begun: something that was asked for is not in the sandbox."""
+    oom: bool = False
     stdout: str = ""
     stderr: str = ""
     stdout_bytes: int = 0

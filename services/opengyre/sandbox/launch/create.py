@@ -12,7 +12,7 @@ import select
 import signal
 import time
 
-from opengyre.sandbox.launch import kernel
+from opengyre.sandbox.launch import kernel, mounts, snapshots
 from opengyre.sandbox.launch.files import WORKSPACE, Place, write_inside
 
 BOUND_S = 20.0
@@ -67,10 +67,16 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     _record(folder, "bwrap.pid", {"pid": child, "started": started})
     if _read_until(born_read, b"\n", deadline) != b"\n":
         raise CreateError(f"the namespace for the sandbox's users could not be made: {_log(folder)}")
-    if request["base"] is not None:
+    base: int | None = request["base"]
+    if base is not None:
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{child}/{name}", "w", encoding="ascii") as file:
-                file.write(f"0 {request['base']} {IDS}\n")
+                file.write(f"0 {base} {IDS}\n")
+    if request["layers"] and base is not None:
+        try:
+            mounts.assemble(child, base, request["layers"], request["disk_mb"], request["disk"])
+        except OSError as error:
+            raise CreateError(f"the root of the sandbox could not be mounted: {error}") from error
     os.write(go_write, b"g")
     info = _read_until(info_read, b"}", deadline)
     try:
@@ -83,8 +89,11 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     _spare(pid)
     # Bubblewrap's own process has nothing more to do: it would only wait for the first process, and take memory.
     _kill(made.pop(0))
-    place = Place(pid, first_started, request["uid"], WORKSPACE)
-    write_inside(place, request["files_from"], own=request["base"] is not None)
+    place = Place(pid, first_started, request["uid"], WORKSPACE, keep=request["keep"])
+    records = None
+    if request["records"] is not None:
+        records = snapshots.giving(request["records"], request["limits_by"])
+    write_inside(place, request["files_from"], own=request["base"] is not None, records=records)
     os.waitpid(child, 0)
     return {"pid": pid, "started": first_started}
 
@@ -149,6 +158,8 @@ def _become_bwrap(request: dict, go: int, born: int, info: int, log: int) -> Non
                 file.write("0")
         binary = os.open(request["bwrap"], os.O_RDONLY | os.O_CLOEXEC)
         os.dup2(log, 2)
+        if request["layers"]:
+            mounts.own_mounts()
         if request["base"] is not None:
             kernel.unshare(kernel.CLONE_NEWUSER)
         os.write(born, b"\n")

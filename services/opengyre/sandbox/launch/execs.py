@@ -1,4 +1,4 @@
-"""One command: its monitor (outside the sandbox) and its leader (the shell inside).
+"""One command: its monitor, outside the sandbox, which starts its leader inside (see `leader`).
 
 The monitor claims the exec's folder before anything else, so that of two monitors for one exec id only one goes on:
 a command runs once. It is a session of its own and needs nobody: it holds the deadline, kills the tree, and writes
@@ -6,50 +6,62 @@ a command runs once. It is a session of its own and needs nobody: it holds the d
 missing, the monitor was killed and the outcome is unknown.
 
 Output goes to files, not pipes: a background child that keeps them open holds nobody, and the size limit of a file
-is the hard bound on a flood.
+is the hard bound on a flood. Where the answer does not hold all of it the files are kept, as long as all that are kept
+of a sandbox are at most ``keep_limit`` bytes; the oldest go first.
 
-Files of an exec's folder: ``claim`` (monitor's pid and start time, digest of the command), ``stdout`` and ``stderr``
-while it runs, ``answer.json``.
+A monitor takes three signals from the service: SIGTERM (kill the tree; the answer says ``kill``), SIGUSR1 and SIGINT
+(pass SIGTERM or SIGINT on to the leader's process group). They are taken from before the claim on.
+
+Files of an exec's folder: ``claim`` (monitor's pid and start time, digest of the command), ``stdout`` and ``stderr``,
+``answer.json``.
 """
 
 import contextlib
 import json
 import os
-import resource
 import select
+import signal
 import time
 
 from opengyre.sandbox.launch import kernel
+from opengyre.sandbox.launch.leader import Leader
 from opengyre.sandbox.launch.output import join_text, split_sizes
 from opengyre.sandbox.launch.tree import kill_tree, now_ticks
 
 TICK_S = 0.5
-ARGV_LIMIT = 96 * 1024
-_SHELL = "/bin/sh"
+STREAMS = ("stdout", "stderr")
+_PASSED_ON = {signal.SIGUSR1: signal.SIGTERM, signal.SIGINT: signal.SIGINT}
 
 
 class Start:
-    """What the monitor needs to start a leader; paths are of the host, opened before the namespaces are entered."""
+    """What the monitor needs to start and watch a leader; paths are of the host, opened before the namespaces are
+    entered.
+    """
 
     def __init__(self, request: dict) -> None:
-        self.command: str = request["command"] if "command" in request else _read(request["command_file"])
+        self.leader = Leader(request)
         self.timeout_s: float = request["timeout_s"]
+        self.no_output_s: float | None = request.get("no_output_s")
         self.output_limit: int = request["output_limit"]
         self.spool_limit: int = request["spool_limit"]
-        self.env: dict[str, str] = request["env"]
+        self.keep_limit: int = request.get("keep_limit", 0)
         self.pid: int = request["pid"]
         self.started: int = request["started"]
-        self.uid: int | None = request["uid"]
-        self.cwd: str = request["cwd"]
-        self.limits: dict[str, int] = request["limits"]
         self.marker: str = request["marker"]
         self.isolated: bool = request["isolated"]
         self.cgroups: list[str] = request["cgroups"]
+        self.oom_files: list[str] = request.get("oom_files", [])
 
 
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        return file.read()
+def take_signals() -> int:
+    """Make the service's signals readable: one byte each, its number, from the descriptor returned."""
+    readable, writable = os.pipe()
+    os.set_blocking(readable, False)
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, *_PASSED_ON):
+        signal.signal(number, lambda *_: None)
+    return readable
 
 
 def claim(folder: str, digest: str) -> int | None:
@@ -84,39 +96,82 @@ def _write(where: int, name: str, data: bytes) -> None:
         os.close(fd)
 
 
-def monitor(where: int, start: Start) -> None:
+def monitor(where: int, start: Start, signals: int) -> None:
     """Run the command to its end and leave ``answer.json`` in the folder ``where``. Never raises."""
     began = time.monotonic()
-    answer = {"exit_code": None, "killed_by": None, "infra_error": None, "gone": False}
+    answer: dict = {"exit_code": None, "killed_by": None, "infra_error": None, "refused": None, "gone": False}
     spools: list[int] = []
+    oom_files: list[int] = []
     try:
+        oom_files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in start.oom_files]
+        before = _oom_kills(oom_files)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        spools.extend(os.open(name, flags, 0o600, dir_fd=where) for name in ("stdout", "stderr"))
-        _run(start, spools, began, answer)
-    except ProcessLookupError:
+        spools.extend(os.open(name, flags, 0o600, dir_fd=where) for name in STREAMS)
+        _run(start, spools, began, answer, signals)
+        answer["oom"] = _oom_kills(oom_files) > before
+    except (ProcessLookupError, FileNotFoundError):
         answer["gone"] = True
     except OSError as error:
         answer["infra_error"] = f"the command could not be started: {error}"
     answer["duration_s"] = time.monotonic() - began
-    for name, fd in zip(("stdout", "stderr"), spools, strict=False):
-        answer[name], answer[f"{name}_bytes"], answer[f"{name}_truncated"] = _collect(fd, start)
+    whole = True
+    for name, fd in zip(STREAMS, spools, strict=False):
+        text, total, truncated, all_of_it = _collect(fd, start)
+        answer[name], answer[f"{name}_bytes"], answer[f"{name}_truncated"] = text, total, truncated
+        whole = whole and all_of_it
     try:
+        if not whole:
+            _make_room(where, start.keep_limit - sum(os.fstat(fd).st_size for fd in spools))
         _write(where, "answer.tmp", json.dumps(answer).encode("utf-8", "replace"))
         os.rename("answer.tmp", "answer.json", src_dir_fd=where, dst_dir_fd=where)
-        for name in ("stdout", "stderr"):
-            os.unlink(name, dir_fd=where)
+        if whole or sum(os.fstat(fd).st_size for fd in spools) > start.keep_limit:
+            for name in STREAMS:
+                os.unlink(name, dir_fd=where)
     except FileNotFoundError:
         return  # destroyed meanwhile: there is nobody to answer
 
 
-def _collect(fd: int, start: Start) -> tuple[str, int, bool]:
+def _oom_kills(files: list[int]) -> int:
+    """Processes that the kernel took from the sandbox for its memory limit so far."""
+    found = 0
+    for fd in files:
+        for line in os.pread(fd, 4096, 0).splitlines():
+            if line.startswith(b"oom_kill "):
+                found += int(line.split()[1])
+    return found
+
+
+def _collect(fd: int, start: Start) -> tuple[str, int, bool, bool]:
     total = os.fstat(fd).st_size
     head, tail = split_sizes(total, start.output_limit)
-    text = join_text(os.pread(fd, head, 0), os.pread(fd, tail, total - tail) if tail else b"", total)
-    return text, total, total > head + tail or total >= start.spool_limit
+    first, last = os.pread(fd, head, 0), os.pread(fd, tail, total - tail) if tail else b""
+    text = join_text(first, last, total)
+    truncated = total > head + tail or total >= start.spool_limit
+    return text, total, truncated, total == head and text.encode("utf-8", "replace") == first
 
 
-def _run(start: Start, spools: list[int], began: float, answer: dict) -> None:
+def _make_room(where: int, room: int) -> None:
+    """Remove kept outputs of ended commands of this sandbox, the oldest first, until they are at most ``room``."""
+    # By descriptors: this process is in the sandbox's mount namespace by now.
+    parent = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=where)
+    kept = []
+    for name in os.listdir(parent):
+        with contextlib.suppress(FileNotFoundError):
+            ended = os.stat(f"{name}/answer.json", dir_fd=parent).st_mtime
+            sizes = [os.stat(f"{name}/{stream}", dir_fd=parent).st_size for stream in STREAMS]
+            kept.append((ended, name, sum(sizes)))
+    total = sum(size for _, _, size in kept)
+    for _, name, size in sorted(kept):
+        if total <= max(0, room):
+            break
+        for stream in STREAMS:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{name}/{stream}", dir_fd=parent)
+        total -= size
+    os.close(parent)
+
+
+def _run(start: Start, spools: list[int], began: float, answer: dict, signals: int) -> None:
     joins = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in start.cgroups]
     if start.isolated:
         kernel.enter(start.pid, start.started)
@@ -124,15 +179,19 @@ def _run(start: Start, spools: list[int], began: float, answer: dict) -> None:
     failed, report = os.pipe()
     leader = os.fork()
     if leader == 0:
-        _lead(start, spools, joins, report)
+        start.leader.become(spools, joins, report)
     os.close(report)
     with open(failed, "rb") as pipe:
         reason = pipe.read()  # ends when the leader has become the shell
     if reason:
         os.waitpid(leader, 0)
-        answer["infra_error"] = f"the command could not be started: {reason.decode('utf-8', 'replace')}"
+        kind, _, text = reason.decode("utf-8", "replace").partition("\n")
+        if kind == "invalid_request":
+            answer["refused"] = text
+        else:
+            answer["infra_error"] = f"the command could not be started: {text}"
         return
-    killed_by = _watch(start, spools, began, leader)
+    killed_by = _watch(start, spools, began, leader, signals)
     if killed_by is not None:
         kill_tree(leader, start.marker, since)
     code = kernel.wait_status(leader)
@@ -147,62 +206,40 @@ def _flooded(start: Start, spools: list[int]) -> bool:
     return any(os.fstat(fd).st_size >= start.spool_limit for fd in spools)
 
 
-def _watch(start: Start, spools: list[int], began: float, leader: int) -> str | None:
+def _watch(start: Start, spools: list[int], began: float, leader: int, signals: int) -> str | None:
     """Wait for the leader; the reason why it has to be killed, or None where it ended by itself."""
     pidfd = os.pidfd_open(leader)
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
+    poller.register(signals, select.POLLIN)
+    tick = TICK_S if start.no_output_s is None else min(TICK_S, start.no_output_s / 4)
+    written, at = 0, began
     while True:
-        left = began + start.timeout_s - time.monotonic()
+        now = time.monotonic()
+        left = began + start.timeout_s - now
         if left <= 0:
             return "timeout"
-        if poller.poll(max(1, int(min(left, TICK_S) * 1000))):
+        ready = {fd for fd, _ in poller.poll(max(1, int(min(left, tick) * 1000)))}
+        if pidfd in ready:
             return None
+        if signals in ready and _told(signals, leader):
+            return "kill"
         if _flooded(start, spools):
             return "output"
+        if start.no_output_s is not None:
+            size, now = sum(os.fstat(fd).st_size for fd in spools), time.monotonic()
+            if size != written:
+                written, at = size, now
+            if now - at >= start.no_output_s:
+                return "no_output"
 
 
-def _lead(start: Start, spools: list[int], joins: list[int], report: int) -> None:
-    try:
-        kernel.reset_signals()
-        os.setsid()
-        for fd in joins:
-            os.write(fd, b"0")
-        null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(spools[0], 1)
-        os.dup2(spools[1], 2)
-        os.dup2(report, 3, inheritable=False)
-        os.closerange(4, 1 << 16)
-        if start.isolated:
-            # The kernel shall take a payload before it takes a sandbox's first process.
-            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-            os.write(fd, b"300")
-            os.close(fd)
-        os.umask(0o022)
-        # The limit on processes counts per user, so it is set when this is the sandbox's user.
-        kernel.drop_privileges(start.uid, start.uid)
-        for name, value in start.limits.items():
-            which = getattr(resource, f"RLIMIT_{name}")
-            hard = resource.getrlimit(which)[1]
-            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(which, (most, most))
-        os.chdir(start.cwd)
-        os.execve(_SHELL, _argv(start.command), start.env)  # noqa: S606 - this is the shell
-    except BaseException as error:  # noqa: BLE001 - a forked child must never return into its parent's code
-        os.write(3, str(error).encode("utf-8", "replace")[:500])
-    os._exit(126)
-
-
-def _argv(command: str) -> list[str | bytes]:
-    data = command.encode("utf-8", "surrogateescape")
-    if len(data) <= ARGV_LIMIT:
-        return ["sh", "-c", data]
-    # Longer than the kernel takes as one argument. The memory file belongs to the sandbox's user, so that it can be
-    # opened again through /proc.
-    fd = os.memfd_create("command", 0)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return ["sh", f"/proc/self/fd/{fd}"]
+def _told(signals: int, leader: int) -> bool:
+    """Whether to kill; pass other signals on."""
+    told = set(os.read(signals, 4096))
+    if signal.SIGTERM in told:
+        return True
+    for number in told & set(_PASSED_ON):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, _PASSED_ON[signal.Signals(number)])
+    return False

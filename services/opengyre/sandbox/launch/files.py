@@ -1,12 +1,18 @@
 """Files in and out of a sandbox, by a child that has entered it and is its user: no path can lead out of it."""
 
+import io
 import json
 import os
+import signal
 import stat
 from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from opengyre.sandbox.launch import kernel
+from opengyre.sandbox.launch.leader import RefusedError, find_user, read_passwd
 
+Giving = tuple[Callable[[], None], Callable[[], None]]
+"""What gives a new sandbox its files: a step with all rights, and one as its user."""
 WORKSPACE = "/workspace"
 WRITABLE = (WORKSPACE, "/tmp", "/logs")  # noqa: S108 - the sandbox's own
 
@@ -22,21 +28,35 @@ class FileError(Exception):
 class Place:
     """Where a sandbox's files are: its first process (0 where it has no namespaces), its user, its working folder."""
 
-    def __init__(self, pid: int, started: int, uid: int | None, cwd: str) -> None:
+    def __init__(
+        self, pid: int, started: int, uid: int | None, cwd: str, user: str | None = None, keep: int = 0
+    ) -> None:
         self.pid = pid
         self.started = started
         self.uid = uid
         self.cwd = cwd
+        self.user = user
+        """Another user of the sandbox, by name or number, instead of ``uid``."""
+        self.keep = keep
+        """Capabilities in the sandbox that its uid 0 has, as bits."""
 
     @classmethod
     def of(cls, request: dict) -> "Place":
-        return cls(request["pid"], request["started"], request["uid"], request["cwd"])
+        place = cls(request["pid"], request["started"], request["uid"], request["cwd"])
+        place.user, place.keep = request.get("user"), request.get("keep", 0)
+        return place
 
 
 def inside(
-    place: Place, work: Callable[[], None], *, own: bool = False, before: Callable[[], None] | None = None
-) -> None:
-    """Call ``work()`` in the sandbox as its user; a `FileError` in it is raised here.
+    place: Place,
+    work: Callable[[], None],
+    *,
+    own: bool = False,
+    before: Callable[[], None] | None = None,
+    result: Callable[[], Any] | None = None,
+) -> Any:
+    """Call ``work()`` in the sandbox as its user; a `FileError` in it is raised here, and what ``result()`` says there
+    afterwards (JSON) is returned.
 
     Called in a process that is given up afterwards: it stays in the sandbox's namespaces. ``own``: the writable
     folders are given to the user first. ``before`` is called by the same process while it has all its rights.
@@ -50,33 +70,50 @@ def inside(
             os.close(answer_read)
             if before is not None:
                 before()
-            if own and place.uid is not None:
-                for path in WRITABLE:
-                    os.chown(path, place.uid, place.uid)
-            os.umask(0o022)
-            kernel.drop_privileges(place.uid, place.uid)
-            kernel.set_undumpable()
-            os.chdir(place.cwd)
+            _become_user(place, own=own)
             work()
+            answer = {"ok": None if result is None else result()}
+        except RefusedError as error:
+            answer = {"error": ["invalid_request", str(error)[:500]]}
         except FileError as error:
-            os.write(answer_write, json.dumps([error.kind, str(error)[:500]]).encode())
+            answer = {"error": [error.kind, str(error)[:500]]}
         except BaseException as error:  # noqa: BLE001 - a forked child must never return into its parent's code
-            os.write(answer_write, json.dumps(["infra_error", str(error)[:500]]).encode())
+            answer = {"error": ["infra_error", str(error)[:500]]}
+        try:
+            os.write(answer_write, json.dumps(answer).encode())
         finally:
             os._exit(0)
     os.close(answer_write)
     with open(answer_read, "rb") as pipe:
         answer = pipe.read()
     status = kernel.wait_status(child)
-    if answer:
-        kind, message = json.loads(answer)
-        raise FileError(kind, message)
-    if status != 0:
+    if status == 128 + signal.SIGALRM:
+        raise FileError("exec_timeout", "the transfer took too long; a smaller one may be quick enough")
+    if not answer:
         raise FileError("infra_error", f"the helper in the sandbox ended with status {status}")
+    said = json.loads(answer)
+    if "error" in said:
+        raise FileError(*said["error"])
+    return said["ok"]
 
 
-def write_inside(place: Place, spec: str | None, *, own: bool) -> None:
-    """Give the writable folders to the sandbox's user and write the files that the JSON file ``spec`` maps."""
+def _become_user(place: Place, *, own: bool) -> None:
+    if own and place.uid is not None:
+        for path in WRITABLE:
+            os.chown(path, place.uid, place.uid)
+    os.umask(0o022)
+    uid = gid = place.uid
+    if place.user is not None:
+        uid, gid, _, _ = find_user(read_passwd(), place.user)
+    kernel.drop_privileges(uid, gid, keep=place.keep if uid == 0 else 0)
+    kernel.set_undumpable()
+    os.chdir(place.cwd)
+
+
+def write_inside(place: Place, spec: str | None, *, own: bool, records: Giving | None = None) -> None:
+    """Give the writable folders to the sandbox's user and write the files that the JSON file ``spec`` maps, and what
+    ``records`` gives.
+    """
     files: dict[str, str] = {}
     if spec is not None:
         with open(spec, encoding="utf-8") as file:
@@ -84,13 +121,16 @@ def write_inside(place: Place, spec: str | None, *, own: bool) -> None:
 
     def work() -> None:
         for path, text in files.items():
-            write(path, text.encode("utf-8", "surrogateescape"), 0o644)
+            write(path, io.BytesIO(text.encode("utf-8", "surrogateescape")), 0o644)
 
-    if files or own:
-        inside(place, work, own=own)
+        if records is not None:
+            records[1]()
+
+    if files or own or records is not None:
+        inside(place, work, own=own, before=None if records is None else records[0])
 
 
-def write(path: str, data: bytes, mode: int) -> None:
+def write(path: str, data: BinaryIO, mode: int) -> None:
     """Write a regular file, making its folders."""
     try:
         folder = os.path.dirname(path)
@@ -101,9 +141,10 @@ def write(path: str, data: bytes, mode: int) -> None:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FileError("invalid_request", f"path {path!r} is not a regular file")
             os.ftruncate(fd, 0)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            while chunk := data.read(1 << 20):
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(fd, view) :]
             os.fchmod(fd, mode)
         finally:
             os.close(fd)

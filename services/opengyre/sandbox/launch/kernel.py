@@ -1,8 +1,10 @@
 """The system calls that Python 3.11 does not wrap. Linux only; every failure is an `OSError` with its errno."""
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -22,6 +24,11 @@ _CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _EINVAL = 22
 _PF_EXITING = 4
+
+_TO_RESET = (
+    *(signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    signal.SIGUSR1,
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,13 +57,15 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
-def drop_privileges(uid: int | None, gid: int | None) -> None:
-    """Become ``uid``/``gid`` (where given) with no capability left, none to be gained, and no debugger's view."""
+def drop_privileges(uid: int | None, gid: int | None, keep: int = 0) -> None:
+    """Become ``uid``/``gid`` (where given) with no capability left but the bits of ``keep``, and none to be gained."""
     if gid is not None and uid is not None:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
     # The bounding set is emptied while CAP_SETPCAP is still there; without it there is nothing to bound.
     for capability in range(64):
+        if keep >> capability & 1:
+            continue
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break
     if uid is not None:
@@ -64,15 +73,32 @@ def drop_privileges(uid: int | None, gid: int | None) -> None:
     # Kernels without ambient capabilities answer EINVAL.
     if _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) != 0 and ctypes.get_errno() != _EINVAL:
         _check(-1, "prctl(ambient)")
-    _set_capabilities(0)
+    _set_capabilities(keep)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
 
 
 def _set_capabilities(mask: int) -> None:
     header = _CapHeader(_CAPABILITY_VERSION_3, 0)
     data = (_CapData * 2)()
-    data[0].effective = data[0].permitted = mask
+    data[0].effective = data[0].permitted = mask & 0xFFFFFFFF
+    data[1].effective = data[1].permitted = mask >> 32
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(data)), "capset")
+
+
+@contextlib.contextmanager
+def files_as(uid: int) -> Iterator[None]:
+    """Use files as that user and group, with all rights to them that this process has otherwise."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        permitted = next(int(line.split()[1], 16) for line in file if line.startswith("CapPrm:"))
+    _libc.setfsgid(uid)
+    _libc.setfsuid(uid)
+    _set_capabilities(permitted)  # the change of user took those to files
+    try:
+        yield
+    finally:
+        _libc.setfsuid(0)
+        _libc.setfsgid(0)
+        _set_capabilities(permitted)
 
 
 def keep_reading_only() -> None:
@@ -122,6 +148,19 @@ def enter(pid: int, started: int, flags: int = ALL_NAMESPACES) -> None:
         os.close(fd)
 
 
+def enter_mounts(pid: int, started: int, path: str) -> None:
+    """Make a folder that only the machine's root may open, in the mount namespace of that process, the working folder;
+    then come back, so that all other paths are the machine's.
+    """
+    back = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    enter(pid, started, CLONE_NEWNS)
+    there = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    setns(back, CLONE_NEWNS)
+    os.fchdir(there)
+    for fd in (back, there):
+        os.close(fd)
+
+
 def wait_status(pid: int) -> int:
     """Exit code of a child, 128 + signal where one ended it."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -130,6 +169,7 @@ def wait_status(pid: int) -> int:
 
 def reset_signals() -> None:
     """Default dispositions, nothing blocked: a command must not inherit what Python ignores."""
-    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.set_wakeup_fd(-1)
+    for number in _TO_RESET:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

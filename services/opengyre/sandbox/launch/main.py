@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from opengyre.sandbox.launch import copying, create, execs, files, kernel, tree
+from opengyre.sandbox.launch import archives, copying, create, execs, files, kernel, snapshots, tree
 
 PACKET = 1 << 18
 
@@ -20,6 +20,7 @@ PACKET = 1 << 18
 def _exec(request: dict, answer) -> None:
     try:
         start = execs.Start(request)
+        signals = execs.take_signals()
         where = execs.claim(request["folder"], request["digest"])
     except FileNotFoundError:
         raise ProcessLookupError(request["folder"]) from None
@@ -27,7 +28,7 @@ def _exec(request: dict, answer) -> None:
         answer({"ok": None})
         return
     answer({"ok": {"pid": os.getpid(), "started": kernel.start_time(os.getpid())}})
-    execs.monitor(where, start)
+    execs.monitor(where, start, signals)
 
 
 def _create(request: dict, answer) -> None:
@@ -35,13 +36,13 @@ def _create(request: dict, answer) -> None:
 
 
 def _write(request: dict, answer) -> None:
+    joins = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in request["cgroups"]]
     with open(request["source"], "rb") as file:
-        data = file.read()
 
-    def work() -> None:
-        files.write(request["path"], data, request["mode"])
+        def work() -> None:
+            files.write(request["path"], file, request["mode"])
 
-    files.inside(files.Place.of(request), work)
+        files.inside(files.Place.of(request), work, before=lambda: _join(joins))
     answer({"ok": {}})
 
 
@@ -55,10 +56,52 @@ def _read(request: dict, answer) -> None:
     answer({"ok": {}})
 
 
+def _put(request: dict, answer) -> None:
+    """Unpack an archive of the machine in the sandbox."""
+    found: list[int] = []
+    joins = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in request["cgroups"]]
+    with open(request["source"], "rb") as source:
+
+        def work() -> None:
+            archives.bound()
+            found.extend(archives.unpack(source, request["path"]))
+
+        counts = files.inside(files.Place.of(request), work, before=lambda: _join(joins), result=lambda: found)
+    answer({"ok": {"entries": counts[0], "skipped": counts[1]}})
+
+
+def _get(request: dict, answer) -> None:
+    """Pack a directory of the sandbox into an archive of the machine."""
+    into = os.open(request["target"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    found: list[int] = []
+
+    def work() -> None:
+        archives.bound()
+        found.extend(archives.pack(request["path"], into, request["limit"]))
+
+    counts = files.inside(files.Place.of(request), work, result=lambda: found)
+    answer({"ok": {"entries": counts[0], "skipped": counts[1]}})
+
+
+def _join(joins: list[int]) -> None:
+    for fd in joins:
+        os.write(fd, b"0")
+
+
 def _copy(request: dict, answer) -> None:
     """The workspace of the sandbox ``from`` into the one of the request."""
     source = files.Place(request["from"]["pid"], request["from"]["started"], None, files.WORKSPACE)
     copying.copy(source, files.Place.of(request), request["limit"], request["cgroups"])
+    answer({"ok": {}})
+
+
+def _snapshot(request: dict, answer) -> None:
+    """What a sandbox wrote, into a folder (of an image's sandbox) or a file of the machine."""
+    place = files.Place.of(request)
+    if request["layer"]:
+        snapshots.keep_layer(place, request["target"])
+    else:
+        snapshots.keep_records(place, request["target"], request["limit"])
     answer({"ok": {}})
 
 
@@ -68,6 +111,14 @@ def _quiet(request: dict, answer) -> None:
         files.inside(files.Place.of(request), tree.kill_everything)
     else:
         tree.kill_marked(request["marker"])
+    answer({"ok": {}})
+
+
+def _kill(request: dict, answer) -> None:
+    """End what a command that has ended left running."""
+    if request["pid"]:
+        kernel.enter(request["pid"], request["started"])
+    tree.kill_tree(0, request["marker"], None)
     answer({"ok": {}})
 
 
@@ -83,7 +134,8 @@ def _listen(request: dict, answer) -> None:
 
 
 HANDLERS = {
-    "exec": _exec, "create": _create, "write": _write, "read": _read, "copy": _copy, "quiet": _quiet, "listen": _listen
+    "exec": _exec, "create": _create, "write": _write, "read": _read, "copy": _copy, "quiet": _quiet, "listen": _listen,
+    "kill": _kill, "put": _put, "get": _get, "snapshot": _snapshot,
 }  # fmt: skip
 
 

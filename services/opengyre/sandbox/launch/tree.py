@@ -119,6 +119,41 @@ def kill_tree(leader: int, marker: str, since: int | None) -> None:
         _signal(leader, signal.SIGKILL)
 
 
+def stop_everything() -> list[int]:
+    """Stop every process of this pid namespace but the first and the caller, round after round until none is new;
+    those that were not stopped before.
+    """
+    own, held = os.getpid(), set()
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        new = [pid for pid in _going() if pid not in (1, own) and pid not in held]
+        if not new:
+            break
+        for pid in new:
+            _signal(pid, signal.SIGSTOP)
+        held.update(new)
+    return sorted(held)
+
+
+def _going() -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                state = _proc(name, "stat").rpartition(b")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError, IndexError):
+                continue
+            if state not in (b"T", b"t", b"Z", b"X"):
+                found.append(int(name))
+    return found
+
+
+def go_on(pids: list[int]) -> None:
+    """Let them run again."""
+    for pid in pids:
+        _signal(pid, signal.SIGCONT)
+
+
 def kill_everything() -> None:
     """Kill every process that this process may signal in its pid namespace, except the first one and itself."""
     try:

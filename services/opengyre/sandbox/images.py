@@ -1,0 +1,189 @@
+"""The cache of root file systems on a node: what the names in a spec's ``image`` stand for.
+
+Invariants: an image is there whole or not at all (made beside, renamed); all together are at most as large as allowed,
+the ones that were not used for longest go first, those that a sandbox or a snapshot needs never; ids on the disk are
+the image's own. Files appear with their owners only where this process is root.
+
+All methods block; call them in a thread.
+"""
+
+import os
+import shutil
+import tarfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from opengyre.sandbox.check import image_name
+from opengyre.sandbox.core import InvalidRequest, SandboxBusy
+from opengyre.sandbox.records import load, save
+
+BLOCK = 4096
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """``image.json``: what a sandbox of it takes over where its spec is silent."""
+
+    size: int
+    """Bytes of its files."""
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    user: str | None = None
+    binds: dict[str, str] = {}
+    """Folders of the node that its sandboxes show, read-only, by their paths in it."""
+
+
+class Images:
+    """All images below one folder, of at most ``limit`` bytes together."""
+
+    def __init__(self, root: Path, limit: int) -> None:
+        self._root = root
+        self._limit = limit
+
+    def names(self) -> list[str]:
+        """Those that are there."""
+        if not self._root.is_dir():
+            return []
+        found = (path for path in self._root.iterdir() if not path.name.startswith("."))
+        return sorted(path.name for path in found if (path / "image.json").exists())
+
+    def get(self, name: str) -> tuple[Path, Image] | None:
+        """Its root folder and what it says of itself; it counts as used now."""
+        folder = self._root / image_name(name)
+        image = load(folder / "image.json", Image)
+        if image is None:
+            return None
+        # The system's own stamps are too coarse to tell two uses apart.
+        now = time.time_ns()
+        os.utime(folder / "image.json", ns=(now, now))
+        return folder / "rootfs", image
+
+    def add_archive(self, name: str, archive: Path, about: Image, in_use: Collection[str] = ()) -> Image:
+        """An image from a tar archive of its root, as ``docker export`` writes it; devices and FIFOs are left out."""
+
+        def fill(rootfs: Path) -> None:
+            try:
+                with tarfile.open(archive) as tar:
+                    members = (one for one in tar if one.isreg() or one.isdir() or one.issym() or one.islnk())
+                    tar.extractall(rootfs, members, numeric_owner=True, filter="tar")
+            except (tarfile.TarError, EOFError) as error:
+                raise InvalidRequest(f"the archive of image {name!r} cannot be read: {error}") from error
+
+        return self._add(name, fill, about, in_use)
+
+    def add_layers(self, name: str, layers: list[Path], about: Image, in_use: Collection[str] = ()) -> Image:
+        """An image from folders, each with only what differs from the one before; the first is whole."""
+
+        def fill(rootfs: Path) -> None:
+            for layer in layers:
+                _apply(layer, rootfs)
+
+        return self._add(name, fill, about, in_use)
+
+    def _add(self, name: str, fill, about: Image, in_use: Collection[str]) -> Image:
+        folder, beside = self._root / image_name(name), self._root / f".{image_name(name)}.{os.getpid()}"
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            (beside / "rootfs").mkdir(parents=True)
+            fill(beside / "rootfs")
+            image = msgspec.structs.replace(about, size=size_of(beside / "rootfs"))
+            if image.size > self._limit:
+                raise InvalidRequest(f"image {name!r} holds {image.size} bytes; allowed are {self._limit}")
+            save(beside / "image.json", image)
+            if folder.exists():
+                self.remove(name, in_use)
+            self._make_room(image.size, in_use)
+            beside.rename(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        return image
+
+    def _make_room(self, size: int, in_use: Collection[str]) -> None:
+        found = []
+        for name in self.names():
+            record = self._root / name / "image.json"
+            image = load(record, Image)
+            found.append((record.stat().st_mtime_ns, name, image.size if image is not None else 0))
+        total = size + sum(one[2] for one in found)
+        for _, name, held in sorted(found):
+            if total <= self._limit:
+                return
+            if name not in in_use:
+                self.remove(name)
+                total -= held
+        if total > self._limit:
+            raise SandboxBusy(f"the image cache is full of images in use; allowed are {self._limit} bytes")
+
+    def remove(self, name: str, in_use: Collection[str] = ()) -> bool:
+        """Forget an image; False where there is none."""
+        if name in in_use:
+            raise SandboxBusy(f"image {name!r} is in use; destroy its sandboxes and snapshots first")
+        folder = self._root / image_name(name)
+        trash = self._root / f".{name}.{os.getpid()}.gone"
+        try:
+            folder.rename(trash)
+        except FileNotFoundError:
+            return False
+        shutil.rmtree(trash, ignore_errors=True)
+        return True
+
+    def sweep(self) -> None:
+        """Remove what a process that ended left half-made."""
+        if self._root.is_dir():
+            for left in self._root.iterdir():
+                if left.name.startswith("."):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder, in whole blocks, one of several links to a file once."""
+    total, seen = 0, set()
+    for top, _, names in os.walk(folder):
+        for name in names:
+            found = Path(top, name).lstat()
+            if found.st_nlink == 1 or (found.st_dev, found.st_ino) not in seen:
+                total += -(-found.st_size // BLOCK) * BLOCK
+                seen.add((found.st_dev, found.st_ino))
+    return total
+
+
+def _apply(layer: Path, rootfs: Path) -> None:
+    """Put what a layer changes into a folder: overlay's whiteouts remove, opaque folders begin empty."""
+    for top, names, files in os.walk(layer):
+        below = rootfs / Path(top).relative_to(layer)
+        if _opaque(top) and below.is_dir():
+            for one in below.iterdir():
+                _delete(one)
+        for name in [*names, *files]:
+            source, target = Path(top, name), below / name
+            found = source.lstat()
+            if source.is_char_device() and found.st_rdev == 0:
+                _delete(target)
+            elif source.is_dir() and not source.is_symlink():
+                if target.is_symlink() or not target.is_dir():
+                    _delete(target)
+                    target.mkdir()
+                shutil.copystat(source, target)
+                os.chown(target, found.st_uid, found.st_gid)
+            elif source.is_file() or source.is_symlink():
+                _delete(target)
+                shutil.copy2(source, target, follow_symlinks=False)
+                os.chown(target, found.st_uid, found.st_gid, follow_symlinks=False)
+                if not source.is_symlink():
+                    target.chmod(found.st_mode & 0o7777)
+
+
+def _opaque(folder: str) -> bool:
+    try:
+        return os.getxattr(folder, "trusted.overlay.opaque") == b"y"
+    except OSError:
+        return False
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,216 @@
+"""What a bubblewrap sandbox begins with: the machine's own folders, an image, or the files of a snapshot.
+
+Invariants: a snapshot's files never change once it is there; they stay on the disk as long as a snapshot or a sandbox
+stands on them, whoever was dropped or destroyed meanwhile, and no longer.
+
+Awaits: a request to the launcher, bounded there.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opengyre.sandbox.base import Base, in_thread
+from opengyre.sandbox.core import InfraError, InvalidRequest, Spec, unsupported
+from opengyre.sandbox.images import size_of
+from opengyre.sandbox.records import Kept, Processes, load, save
+
+DISK_MB = 1024
+"""Size of what may be written to an image's root, where a spec does not say."""
+MEMORY_DISK_MB = 16
+"""Up to this size it is in memory, where that is quicker to make than a file system in a file."""
+MKFS_BOUND_S = 20.0
+
+
+@dataclass(frozen=True)
+class Root:
+    """What a sandbox begins with; all None and empty: the machine's own folders."""
+
+    image: str | None = None
+    """Path of the root folder."""
+    layers: tuple[str, ...] = ()
+    records: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    user: str | None = None
+
+
+HOST_ROOT = Root()
+
+
+class Roots(Base):
+    """The part of the backend that is about images and snapshots."""
+
+    def images(self) -> list[str]:
+        return self.image_cache.names() if self._mounts else []
+
+    def _root_of(self, spec: Spec) -> Root:
+        image = spec.image or ""
+        if not self._mounts:
+            raise unsupported("images", f"image {image[:100]!r}", "bubblewrap")
+        if image.startswith("/"):
+            return Root(image=self._root_directory(image), user="0")
+        found = self.image_cache.get(image)
+        if found is None:
+            known = ", ".join(self.images()) or "none yet"
+            raise InvalidRequest(f"image is {image[:120]!r}; allowed are those in the cache of this node: {known}")
+        folder, about = found
+        return Root(image=str(folder), env=about.env, workdir=about.workdir, user=about.user or "0")
+
+    def _root_directory(self, image: str) -> str:
+        if not self._image_roots:
+            raise unsupported("root_directories", f"image {image[:100]!r}", "bubblewrap")
+        path = Path(image).resolve()
+        if not path.is_dir() or not any(path.is_relative_to(top) for top in self._image_roots):
+            tops = ", ".join(map(str, self._image_roots))
+            raise InvalidRequest(f"image is {image[:200]!r}; allowed is a folder below {tops}")
+        return str(path)
+
+    def _disk_mb(self, spec: Spec) -> int:
+        return DISK_MB if spec.disk_mb is None else spec.disk_mb
+
+    def _layer(self, token: str) -> Path:
+        return self._root / "layers" / token
+
+    def _layers_of(self, record: Processes) -> list[str]:
+        if record.base is None:
+            return []
+        return [record.base, *(str(self._layer(token)) for token in record.layers)]
+
+    def _disk(self, home: Path, size_mb: int) -> str | None:
+        """A file with an empty file system of that size, copied from one that is made once for each size; None where it
+        is to be in memory.
+        """
+        if not self._loops or size_mb <= MEMORY_DISK_MB:
+            return None
+        template = self._root / "layers" / f".disk-{size_mb}"
+        if not template.exists():
+            beside = self._root / "layers" / f".disk-{size_mb}.{secrets.token_hex(4)}"
+            with beside.open("wb") as file:
+                file.truncate(size_mb << 20)
+            # Without a journal: it lives no longer than its sandbox. 7 % for its own tables would be taken from it.
+            command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "root_owner=0:0", str(beside)]
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=MKFS_BOUND_S, env={"PATH": os.defpath})
+            except (OSError, subprocess.SubprocessError) as error:
+                beside.unlink(missing_ok=True)
+                raise InfraError(f"a disk of {size_mb} MiB could not be made: {error}") from error
+            beside.replace(template)
+        target = home / "disk"
+        _copy_sparse(template, target)
+        return str(target)
+
+    async def snapshot(self, spec: Spec, snapshot: str) -> int:
+        known = load(self.snapshot_folder(snapshot) / "kept.json", Kept)
+        if known is not None:
+            return known.size
+        if not self._isolated:
+            raise unsupported("snapshot", "snapshot", "bubblewrap")
+        record = self._record(spec.sandbox)
+        token = secrets.token_hex(8)
+        layer = self._layer(token)
+        try:
+            await self._launcher.request(
+                "snapshot",
+                layer=record.image,
+                target=str(layer),
+                limit=spec.workspace_mb << 20,
+                **self._inside(spec.sandbox),
+            )
+            size = await asyncio.to_thread(_size, layer)
+            kept = Kept(
+                spec=spec,
+                token=token,
+                size=size,
+                image=record.image,
+                base=record.base,
+                layers=record.layers,
+                env=record.env,
+                workdir=record.workdir,
+                user=record.user,
+            )
+            self.snapshot_folder(snapshot).mkdir(exist_ok=True)
+            save(self.snapshot_folder(snapshot) / "kept.json", kept)
+        except BaseException:
+            await in_thread(_delete, layer)
+            raise
+        return size
+
+    def _root_from(self, snapshot: str) -> Root:
+        kept = load(self.snapshot_folder(snapshot) / "kept.json", Kept)
+        if kept is None:
+            raise InvalidRequest(f"snapshot is {snapshot[:120]!r}; allowed is one that was taken and not dropped")
+        if not kept.image:
+            return Root(records=kept.token)
+        layers = (*kept.layers, kept.token)
+        return Root(image=kept.base, layers=layers, env=kept.env, workdir=kept.workdir, user=kept.user)
+
+    async def drop(self, snapshot: str) -> bool:
+        return await in_thread(self._drop, snapshot)
+
+    def _drop(self, snapshot: str) -> bool:
+        folder = self.snapshot_folder(snapshot)
+        existed = (folder / "kept.json").exists()
+        shutil.rmtree(folder, ignore_errors=True)
+        self._drop_unused()
+        return existed
+
+    def snapshots(self) -> list[str]:
+        return sorted(path.name for path in (self._root / "snapshots").iterdir() if (path / "kept.json").exists())
+
+    def snapshot_folder(self, snapshot: str) -> Path:
+        return self._root / "snapshots" / snapshot
+
+    def in_use(self) -> set[str]:
+        """Names of the cached images that a sandbox or a snapshot stands on."""
+        bases = {record.base for record in [*self._live.values(), *self._making.values()]}
+        bases |= {kept.base for kept in self._all_kept()}
+        return {Path(base).parent.name for base in bases if base is not None}
+
+    def _all_kept(self) -> list[Kept]:
+        found = [load(folder / "kept.json", Kept) for folder in (self._root / "snapshots").iterdir()]
+        return [kept for kept in found if kept is not None]
+
+    def _drop_unused(self) -> None:
+        """Remove the layers that no snapshot and no sandbox stands on."""
+        used = {token for record in [*self._live.values(), *self._making.values()] for token in record.layers}
+        for kept in self._all_kept():
+            used |= {kept.token, *kept.layers}
+        for layer in (self._root / "layers").iterdir():
+            if layer.name not in used and not layer.name.startswith("."):
+                _delete(layer)
+
+
+def _size(layer: Path) -> int:
+    return size_of(layer) if layer.is_dir() else layer.stat().st_size
+
+
+def _delete(layer: Path) -> None:
+    if layer.is_dir():
+        shutil.rmtree(layer, ignore_errors=True)
+    else:
+        layer.unlink(missing_ok=True)
+
+
+def _copy_sparse(source: Path, target: Path) -> None:
+    with source.open("rb") as old, target.open("wb") as new:
+        size = os.fstat(old.fileno()).st_size
+        new.truncate(size)
+        at = 0
+        while at < size:
+            try:
+                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
+            except OSError:  # no data from here on
+                return
+            end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
+            while at < end:
+                at += os.sendfile(new.fileno(), old.fileno(), at, end - at) if _seek(new.fileno(), at) else 0
+
+
+def _seek(fd: int, at: int) -> bool:
+    return os.lseek(fd, at, os.SEEK_SET) == at

@@ -1,0 +1,386 @@
+"""Images, snapshots and forks of real sandboxes; background commands; directories and large files in and out."""
+
+import asyncio
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from opengyre.sandbox import images, machine
+from opengyre.sandbox.bubblewrap import Bubblewrap
+from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, Spec
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(
+        machine.find_bwrap() is None or machine.user_namespaces() is not None,
+        reason="needs bubblewrap and user namespaces",
+    ),
+]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="images need the right to mount")
+
+
+def rootfs(path: Path) -> Path:
+    """A small root: the machine's shell and tools with their libraries."""
+    for name in ("bin", "lib", "lib64", "usr", "etc", "var", "root"):
+        (path / name).mkdir(parents=True)
+    tools = [
+        "sh",
+        "sleep",
+        "cat",
+        "ls",
+        "rm",
+        "mkdir",
+        "id",
+        "chown",
+        "mv",
+        "touch",
+        "dd",
+        "stat",
+        "env",
+        "mknod",
+        "mount",
+    ]
+    wanted = {shutil.which(tool) for tool in tools}
+    libraries: set[str] = set()
+    for tool in filter(None, wanted):
+        shutil.copy2(tool, path / "bin" / Path(tool).name)
+        listed = subprocess.run(["ldd", tool], capture_output=True, text=True, timeout=10, check=False).stdout
+        libraries |= {word for word in listed.split() if word.startswith("/")}
+    for library in libraries:
+        target = path / library.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, target)
+    (path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nworker:x:1234:1234::/home/worker:/bin/sh\n")
+    (path / "etc/base").write_text("of the image\n")
+    (path / "var/kept").mkdir()
+    (path / "var/kept/one").write_text("1")
+    (path / "var/gone").write_text("x")
+    return path
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rootfs(tmp_path_factory.mktemp("roots") / "small")
+
+
+@pytest.fixture
+async def node(tmp_path: Path, root: Path) -> AsyncIterator[Bubblewrap]:
+    backend = Bubblewrap(tmp_path / "node", image_roots=[root.parent])
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        for name in list(backend._live):
+            await backend.destroy(name)
+        for name in backend.snapshots():
+            await backend.drop(name)
+        assert [p for p in (tmp_path / "node" / "layers").iterdir() if not p.name.startswith(".")] == []
+        await backend.stop()
+        assert str(tmp_path) not in content("/proc/mounts")
+
+
+def content(path: str) -> str:
+    return Path(path).read_text()
+
+
+class Shell:
+    """Commands in one sandbox."""
+
+    def __init__(self, backend: Bubblewrap, spec: Spec) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.count = 0
+
+    async def __call__(self, command: str, **options) -> str:
+        self.count += 1
+        done = await self.backend.exec(
+            self.spec, f"x{self.count}", command, 20.0, 16384, Options(**options) if options else Options()
+        )
+        return f"{done.stdout}{done.stderr}{'' if done.exit_code == 0 else f'[{done.exit_code}]'}"
+
+
+@needs_root
+async def test_an_image_is_a_root_to_write_to(node: Bubblewrap, root: Path) -> None:
+    spec = Spec(sandbox="i", image=str(root), disk_mb=8)
+    await node.create(spec, {"/workspace/a": "hello"})
+    sh = Shell(node, spec)
+    assert await sh("id -u; cat /etc/base /workspace/a; echo $HOME") == "0\nof the image\nhello/root\n"
+    assert (
+        await sh("echo new >/etc/base; rm -r /var/kept /var/gone; mkdir /opt; chown 1234 /opt; cat /etc/base")
+        == "new\n"
+    )
+    assert (root / "etc/base").read_text() == "of the image\n"
+    assert (root / "var/kept/one").exists()
+    assert await sh("id -u; touch /opt/mine; stat -c %u /opt/mine; echo $HOME $USER", user="worker") == (
+        "1234\n1234\n/home/worker worker\n"
+    )
+    assert "Permission denied" in await sh("ls /dev/.layer")
+    assert "denied" in await sh("mount -t tmpfs none /mnt || mount -t tmpfs none /var")
+    assert "not permitted" in await sh("mknod /var/null c 1 3")
+    assert "No space left" in await sh("dd if=/dev/zero of=/big bs=1M count=20")
+
+
+@needs_root
+@pytest.mark.parametrize("disk_mb", [8, 64])
+async def test_row_19_a_disk_limit_is_enforced(node: Bubblewrap, root: Path, disk_mb: int) -> None:
+    spec = Spec(sandbox="i", image=str(root), disk_mb=disk_mb, memory_mb=256)
+    await node.create(spec, {})
+    sh = Shell(node, spec)
+    said = await sh(f"dd if=/dev/zero of=/big bs=1M count={2 * disk_mb} || stat -c %s /big")
+    assert "No space left on device" in said
+    assert int(said.split()[0]) <= disk_mb << 20
+    assert await sh("rm /big; echo ok >/small; cat /small") == "ok\n"
+
+
+@needs_root
+async def test_row_36_fork_from_a_snapshot_whose_parent_is_gone(node: Bubblewrap, root: Path) -> None:
+    spec = Spec(sandbox="p", image=str(root), disk_mb=32)
+    await node.create(spec, {"/workspace/a": "1"})
+    sh = Shell(node, spec)
+    await sh("rm -r /var/kept /var/gone; mkdir /var/kept; echo 2 >/var/kept/two; chown 1234:1234 /var/kept/two")
+    assert await node.snapshot(spec, "s1") > 0
+    assert await node.snapshot(spec, "s1") > 0
+    await sh("echo later >/workspace/a")
+    await node.destroy("p")
+    specs = [Spec(sandbox=f"f{n}", image=str(root), disk_mb=32) for n in range(8)]
+    async with asyncio.TaskGroup() as tasks:
+        for one in specs:
+            tasks.create_task(node.fork("s1", one))
+    for one in specs:
+        said = await Shell(node, one)(
+            "cat /workspace/a; ls /var/kept /var; stat -c %u:%g /var/kept/two; echo x >/workspace/a"
+        )
+        assert said == "1/var:\nkept\n\n/var/kept:\ntwo\n1234:1234\n"
+    # A snapshot of a fork stands on the first one, which may be dropped.
+    await node.snapshot(specs[0], "s2")
+    assert await node.drop("s1")
+    assert not await node.drop("s1")
+    for one in specs:
+        await node.destroy(one.sandbox)
+    await node.fork("s2", specs[0])
+    assert await Shell(node, specs[0])("cat /workspace/a /var/kept/two; ls /var") == "x\n2\nkept\n"
+    with pytest.raises(InvalidRequest, match="snapshot is 's1'"):
+        await node.fork("s1", specs[1])
+    await node.destroy(specs[1].sandbox)
+
+
+@needs_root
+async def test_images_are_named_and_the_cache_is_bounded(node: Bubblewrap, root: Path, tmp_path: Path) -> None:
+    spec = Spec(sandbox="i", image="nothing")
+    with pytest.raises(
+        InvalidRequest, match="image is 'nothing'; allowed are those in the cache of this node: none yet"
+    ):
+        await node.create(spec, {})
+    with pytest.raises(InvalidRequest, match="allowed is a folder below"):
+        await node.create(Spec(sandbox="i", image="/etc"), {})
+    archive = tmp_path / "root.tar"
+    with tarfile.open(archive, "w") as tar:
+        tar.add(root, ".")
+    about = images.Image(size=0, env={"FROM_IMAGE": "yes"}, workdir="/var", user="worker")
+    size = node.image_cache.add_archive("small", archive, about).size
+    spec = Spec(sandbox="i", image="small", disk_mb=8)
+    await node.create(spec, {})
+    assert await Shell(node, spec)("id -u; echo $FROM_IMAGE; ls") == "1234\nyes\ngone\nkept\n"
+    bounded = images.Images(tmp_path / "cache", int(2.5 * size))
+    for name in ("a", "b"):
+        bounded.add_archive(name, archive, about)
+    assert bounded.get("a") is not None
+    bounded.add_archive("c", archive, about)
+    assert bounded.names() == ["a", "c"]
+    with pytest.raises(InvalidRequest, match="allowed are"):
+        images.Images(tmp_path / "tiny", 1000).add_archive("a", archive, about)
+
+
+async def test_a_snapshot_without_an_image_holds_the_writable_folders(node: Bubblewrap) -> None:
+    spec = Spec(sandbox="p")
+    await node.create(spec, {"/workspace/a": "1", "/workspace/b": "2"})
+    sh = Shell(node, spec)
+    await sh("rm b; echo t >/tmp/t; (while :; do echo tick >>/workspace/ticks; sleep 0.05; done) >/dev/null 2>&1 &")
+    await node.snapshot(spec, "s")
+    await sh("echo changed >a; touch new")
+    ticks = int(await sh("grep -c . ticks"))
+    await asyncio.sleep(0.3)
+    assert int(await sh("grep -c . ticks")) > ticks, "what ran goes on after the snapshot"
+    other = Spec(sandbox="f")
+    await node.fork("s", other)
+    assert (await Shell(node, other)("ls; cat a /tmp/t")).split() == ["a", "ticks", "1t"]
+    await node.restore(spec, "s")
+    assert (await sh("ls; cat a /tmp/t")).split() == ["a", "ticks", "1t"]
+    assert node.execs("p")[0] == sh.count, "commands of before stay recorded"
+
+
+async def test_row_26_row_28_background_commands_outlive_the_service(tmp_path: Path) -> None:
+    backend = Bubblewrap(tmp_path / "node")
+    await backend.start()
+    spec = Spec(sandbox="s")
+    try:
+        await backend.create(spec, {})
+        await backend.spawn(
+            spec,
+            "job",
+            "echo begun; cat; while [ ! -e go ]; do sleep 0.05; done; exit 7",
+            60.0,
+            100,
+            Options(stdin=b"given\n"),
+        )
+        await backend.spawn(spec, "quick", "printf '\\377abc'; exit 3", 60.0, 100)
+        assert (await backend.poll("s", "quick", 10.0)).result.exit_code == 3  # type: ignore[union-attr] - it ended
+        assert (await backend.poll("s", "job")).running
+    finally:
+        await backend.stop()
+    again = Bubblewrap(tmp_path / "node")
+    assert await again.start() == ["s"]
+    try:
+        assert (await again.poll("s", "job")).running
+        assert (await again.logs("s", "job", "stdout", 0, 100)).data == b"begun\ngiven\n"
+        await again.write("s", "/workspace/go", b"", 0o644)
+        done = await again.poll("s", "job", 10.0)
+        assert done.result is not None
+        assert (done.running, done.result.exit_code, done.result.stdout) == (False, 7, "begun\ngiven\n")
+        page = await again.logs("s", "quick", "stdout", -3, 100)
+        assert (page.data, page.offset, page.total, page.running) == (b"abc", 1, 4, False)
+        with pytest.raises(InvalidRequest, match="exec_id is 'other'"):
+            await again.poll("s", "other")
+    finally:
+        await again.destroy("s")
+        await again.stop()
+
+
+async def test_a_background_command_is_killed_with_all_that_it_started(node: Bubblewrap) -> None:
+    spec = Spec(sandbox="s")
+    await node.create(spec, {})
+    sh = Shell(node, spec)
+    await node.spawn(spec, "tree", "setsid sleep 311 & sleep 312", 60.0, 100)
+    await node.spawn(spec, "polite", "trap 'echo bye; exit 5' TERM; while :; do sleep 0.02; done", 60.0, 100)
+    await node.spawn(spec, "left", "sleep 313 & exit 0", 60.0, 100)
+    assert (await node.poll("s", "left", 10.0)).result is not None
+    while "trap" not in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '") or "sleep 311" not in await sh(
+        "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
+    ):
+        pass
+    await node.kill("s", "tree")
+    killed = (await node.poll("s", "tree")).result
+    assert killed is not None
+    assert (killed.killed_by, killed.exit_code) == ("kill", None)
+    await node.kill("s", "polite", "TERM")
+    polite = (await node.poll("s", "polite", 10.0)).result
+    assert polite is not None
+    assert (polite.killed_by, polite.exit_code, polite.stdout) == (None, 5, "bye\n")
+    assert "sleep 313" in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    await node.kill("s", "left")
+    await node.kill("s", "left")
+    assert "sleep 31" not in await sh("cat /proc/*/cmdline | tr '\\0' ' ' | sed 's/cat.*//'")
+
+
+async def test_row_08_a_command_without_output_is_killed(node: Bubblewrap) -> None:
+    spec = Spec(sandbox="s")
+    await node.create(spec, {})
+    done = await node.exec(spec, "a", "echo a; sleep 60", 50.0, 100, Options(no_output_timeout_s=0.4))
+    assert (done.killed_by, done.exit_code, done.stdout, done.timed_out) == ("no_output", None, "a\n", False)
+    done = await node.exec(
+        spec, "b", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.1; done", 50.0, 100, Options(no_output_timeout_s=0.6)
+    )
+    assert (done.killed_by, done.exit_code) == (None, 0)
+
+
+async def test_commands_have_a_folder_an_environment_and_a_user(node: Bubblewrap) -> None:
+    spec = Spec(sandbox="s", env={"A": "1", "B": "1"})
+    await node.create(spec, {"/workspace/deep/x": ""})
+    sh = Shell(node, spec)
+    assert await sh("pwd; echo $A$B; ls", cwd="deep", env={"B": "2"}) == "/workspace/deep\n12\nx\n"
+    with pytest.raises(InvalidRequest, match="cwd is '/workspace/none'"):
+        await sh("pwd", cwd="none")
+    with pytest.raises(InvalidRequest, match="user is 'nobody-here'"):
+        await sh("id", user="nobody-here")
+    assert await sh("id -un; echo $HOME", user="nobody") == "nobody\n/nonexistent\n"
+    assert await sh("cat", stdin=b"\xffraw") == "\ufffdraw"
+
+
+def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for info, data in members:
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode = kind, link, mode
+    return info
+
+
+async def test_directories_travel_as_archives(node: Bubblewrap, tmp_path: Path) -> None:
+    spec = Spec(sandbox="s", workspace_mb=32)
+    await node.create(spec, {})
+    sh = Shell(node, spec)
+    source, target = tmp_path / "in.tar", tmp_path / "out.tar"
+    source.write_bytes(
+        tar_of(
+            (member("d", tarfile.DIRTYPE, mode=0o755), b""),
+            (member("d/run.sh", mode=0o755), b"echo ran"),
+            (member("d/link", tarfile.SYMTYPE, "run.sh"), b""),
+            (member("fifo", tarfile.FIFOTYPE), b""),
+            (member("device", tarfile.CHRTYPE), b""),
+        )
+    )
+    packed = await node.put("s", "/workspace/new", source)
+    assert (packed.entries, packed.skipped) == (3, 2)
+    assert await sh("cd new; ./d/link; ls; stat -c %U d/run.sh") == "ran\nd\nagent\n"
+    await sh(
+        "cd new; mkfifo f; ln d/run.sh hard; head -c 3000000 /dev/zero >zeros; printf '\\303' >\"$(printf 'odd\\377')\""
+    )
+    packed = await node.get("s", "/workspace/new", target, 8 << 20)
+    assert packed.skipped == 1
+    with tarfile.open(target) as tar:
+        found = {one.name: one for one in tar}
+    assert found["hard"].islnk() or found["d/run.sh"].islnk()
+    assert found["zeros"].size == 3_000_000
+    assert found["d/link"].linkname == "run.sh"
+    with pytest.raises(OutputLimit, match="more than 1000000 bytes"):
+        await node.get("s", "/workspace/new", target, 1_000_000)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        await node.get("s", "/workspace/none", target, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [(member("../out"), b"x")],
+        [(member("/etc/out"), b"x")],
+        [(member("l", tarfile.SYMTYPE, "/tmp"), b""), (member("l/out"), b"x")],
+        [(member("l", tarfile.SYMTYPE, "../../tmp"), b"")],
+        [(member("l", tarfile.LNKTYPE, "../../etc/passwd"), b"")],
+    ],
+    ids=["parent", "absolute", "absolute link", "link out", "hard link out"],
+)
+async def test_abuse_archives_write_nowhere_else(node: Bubblewrap, tmp_path: Path, bad: list) -> None:
+    spec = Spec(sandbox="s")
+    await node.create(spec, {})
+    (tmp_path / "bad.tar").write_bytes(tar_of(*bad))
+    try:
+        await node.put("s", "/workspace/in", tmp_path / "bad.tar")
+    except InvalidRequest as error:
+        assert "would write outside" in str(error)  # noqa: PT017 - Python takes an absolute name as a relative one
+    else:
+        assert bad[0][0].name == "/etc/out"
+    assert await Shell(node, spec)("ls /workspace /tmp /etc | grep -wx out") == "[1]"
+    (tmp_path / "bad.tar").write_bytes(b"no archive at all" * 100)
+    with pytest.raises(InvalidRequest, match="cannot be read as a plain tar archive"):
+        await node.put("s", "/workspace/in", tmp_path / "bad.tar")
+
+
+async def test_large_files_travel_by_files(node: Bubblewrap, tmp_path: Path) -> None:
+    spec = Spec(sandbox="s", workspace_mb=64)
+    await node.create(spec, {})
+    (tmp_path / "in").write_bytes(os.urandom(20 << 20))
+    await node.write_from("s", "/workspace/large", tmp_path / "in", 0o600)
+    await node.read_to("s", "/workspace/large", tmp_path / "out", 64 << 20)
+    assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
