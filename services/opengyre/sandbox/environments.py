@@ -98,7 +98,7 @@ class Environments:
 
 
 def key_of(environment: TaskEnvironment, made: Origin) -> str:
-    """Name of the snapshot: the same for the same base, Dockerfile, context and limits."""
+    """Name of the snapshot, the same for the same base, Dockerfile, context and limits. A dot is in no caller's."""
     found = hashlib.sha256(msgspec.json.encode(environment))
     found.update(made.image.encode())
-    return f"env-{found.hexdigest()[:32]}"
+    return f"env.{found.hexdigest()[:32]}"

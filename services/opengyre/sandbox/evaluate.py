@@ -3,6 +3,7 @@
 Awaits: `evaluate` waits for one check at a time, each bounded by its timeout.
 """
 
+import hashlib
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -26,6 +27,8 @@ def clean(spec: Spec, verify_id: str) -> Spec:
     Its home is not the workspace: what is copied there shall configure no tool of the checks.
     """
     name = f"{spec.sandbox}.{verify_id}"
+    if spec.image is not None:  # it is a copy of all of the root, whose homes are as the task's environment has them
+        return msgspec.structs.replace(spec, sandbox=name)
     return msgspec.structs.replace(spec, sandbox=name, env={**spec.env, "HOME": HOME})
 
 
@@ -41,7 +44,15 @@ def is_of(name: str, sandbox: str) -> bool:
 
 def lasts_s(request: VerifyRequest) -> float:
     """Longest life of a clean sandbox."""
+    if request.tests is not None:
+        own = request.tests.timeout_s + sum(item.timeout_s for item in request.tests.collect)
+        return own + MARGIN_S
     return len(request.checks) * request.timeout_s + MARGIN_S
+
+
+def snapshot_for(name: str) -> str:
+    """Id of the snapshot that the clean sandbox ``name`` begins with; a dot is in no caller's."""
+    return f"verify.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 async def evaluate(request: VerifyRequest, execute: Execute, *, isolated: bool) -> VerifyResult:
@@ -66,5 +77,5 @@ async def evaluate(request: VerifyRequest, execute: Execute, *, isolated: bool) 
 def failed(request: VerifyRequest, why: str, *, isolated: bool) -> VerifyResult:
     """The answer where no check was run."""
     return msgspec.structs.replace(
-        verdict(request.verify_id, [], len(request.checks), isolated=isolated), infra_error=why
+        verdict(request.verify_id, [], len(request.checks), isolated=isolated), valid=False, infra_error=why
     )

@@ -19,6 +19,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     expires_at: float
     idle_ttl_s: float
+    environment: str = ""
 
 
 class Quieted(msgspec.Struct, frozen=True):
@@ -34,6 +35,8 @@ class Held:
     labels: Mapping[str, str]
     created_at: float
     lease: Lease
+    environment: str = ""
+    """Which base a task's environment has and how it was made."""
     state: State = State.CREATING
     running: int = 0
     making: bool = True

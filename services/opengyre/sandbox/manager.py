@@ -12,7 +12,7 @@ set when that ends, for `JOIN_BOUND_S` at most; `reap` waits for the next lease'
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,21 @@ from opengyre.proto.sandbox import (
     VerifyResult,
 )
 from opengyre.sandbox import check
-from opengyre.sandbox.core import Backend, InfraError, InvalidRequest, SandboxBusy, SandboxError, SandboxGone, Spec
-from opengyre.sandbox.evaluate import clean, evaluate, failed, is_clean, is_of, lasts_s
+from opengyre.sandbox.core import (
+    PLAIN,
+    Backend,
+    InfraError,
+    InvalidRequest,
+    Options,
+    SandboxBusy,
+    SandboxError,
+    SandboxGone,
+    Spec,
+)
+from opengyre.sandbox.environments import Environments
+from opengyre.sandbox.evaluate import clean, evaluate, failed, is_clean, is_of, lasts_s, snapshot_for
 from opengyre.sandbox.forward import Forwards
+from opengyre.sandbox.harbor import Inside, collect, run_tests
 from opengyre.sandbox.held import Entry, Held, Quieted
 from opengyre.sandbox.lease import Effect, Event, Lease, State
 from opengyre.sandbox.records import load, save
@@ -55,10 +67,18 @@ def _now() -> float:
 class Manager:
     """All sandboxes of one node."""
 
-    def __init__(self, backend: Backend, node: str, defaults: Spec, max_sandboxes: int = 512) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        node: str,
+        defaults: Spec,
+        max_sandboxes: int = 512,
+        environments: Environments | None = None,
+    ) -> None:
         self._backend = backend
         self._node = node
         self._defaults = defaults
+        self._environments = environments or Environments(backend, node)
         self._max = max_sandboxes
         self._known: dict[str, Held] = {}
         self._wake = asyncio.Event()
@@ -83,9 +103,13 @@ class Manager:
                 labels=entry.labels,
                 created_at=entry.created_at,
                 lease=lease,
+                environment=entry.environment,
                 state=State.READY,
                 making=False,
             )
+        for snapshot in self._backend.snapshots():
+            if snapshot.startswith("verify."):
+                await self._backend.drop(snapshot)
         return len(self._known)
 
     async def stop(self) -> None:
@@ -127,23 +151,30 @@ class Manager:
         if held >= self._max:
             raise SandboxBusy(f"{self._node} holds {held} sandboxes; allowed are {self._max}")
         now = _now()
+        build = partial(self._backend.create, made, files)
+        sentence = ""
+        if spec.environment is not None:
+            made, origin = self._environments.specify(made, spec.environment)
+            build = partial(self._environments.create, made, spec.environment, origin, files)
+            sentence = origin.sentence
         sandbox = Held(
             spec=made,
             owner=spec.owner,
             labels=dict(spec.labels),
             created_at=now,
             lease=Lease.begin(now, spec.ttl_s, spec.idle_ttl_s),
+            environment=sentence,
         )
-        await self._make(sandbox, files)
+        await self._make(sandbox, build)
         return self._ref(self._find(spec.sandbox))
 
-    async def _make(self, sandbox: Held, files: Mapping[str, str]) -> None:
+    async def _make(self, sandbox: Held, build: Callable[[], Awaitable[None]]) -> None:
         name = sandbox.spec.sandbox
         self._known[name] = sandbox
         try:
             async with self._creating:
                 self._find(name)
-                await self._backend.create(sandbox.spec, files)
+                await build()
             self._save(sandbox)
             sandbox.step(Event.CREATED)
         except BaseException:
@@ -171,13 +202,18 @@ class Manager:
             created_at=sandbox.created_at,
             expires_at=sandbox.lease.expires_at,
             idle_ttl_s=sandbox.lease.idle_ttl_s,
+            environment=sandbox.environment,
         )
         save(self._backend.folder(sandbox.spec.sandbox) / "manager.json", entry)
 
     def _ref(self, sandbox: Held) -> SandboxRef:
         left = sandbox.lease.ends_at(sandbox.running > 0) - _now()
         return SandboxRef(
-            sandbox=sandbox.spec.sandbox, node=self._node, isolated=self._backend.isolated, expires_in_s=left
+            sandbox=sandbox.spec.sandbox,
+            node=self._node,
+            isolated=self._backend.isolated,
+            expires_in_s=left,
+            environment=sandbox.environment,
         )
 
     async def exec(self, request: ExecRequest) -> ExecResult:
@@ -196,10 +232,12 @@ class Manager:
             self._find(request.sandbox)
         return ForwardResult(port=request.port)
 
-    async def _exec(self, sandbox: Held, exec_id: str, command: str, timeout_s: float, limit: int) -> ExecResult:
+    async def _exec(
+        self, sandbox: Held, exec_id: str, command: str, timeout_s: float, limit: int, options: Options = PLAIN
+    ) -> ExecResult:
         sandbox.running += 1
         try:
-            return await self._backend.exec(sandbox.spec, exec_id, command, timeout_s, limit)
+            return await self._backend.exec(sandbox.spec, exec_id, command, timeout_s, limit, options)
         finally:
             sandbox.running -= 1
             sandbox.lease = sandbox.lease.used(_now())
@@ -217,6 +255,8 @@ class Manager:
         if recorded is not None:
             return recorded
         sandbox = self._ready(request.sandbox)
+        if request.tests is not None and sandbox.spec.image is None:
+            raise InvalidRequest("tests are for a sandbox with an environment or an image; allowed here are checks")
         if sandbox.verifying is not None:
             raise SandboxBusy(f"sandbox {request.sandbox!r} is being evaluated; try again when that has ended")
         sandbox.verifying = request.verify_id
@@ -250,7 +290,26 @@ class Manager:
             self._record(request.sandbox, quieted, Quieted())
 
     async def _shared(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
-        return await evaluate(request, partial(self._exec, sandbox), isolated=self._backend.isolated)
+        error = await self._collect(sandbox, request)
+        if error is not None:
+            return failed(request, error, isolated=self._backend.isolated)
+        return await self._evaluate(sandbox, request)
+
+    async def _evaluate(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
+        if request.tests is None:
+            return await evaluate(request, partial(self._exec, sandbox), isolated=self._backend.isolated)
+        result = await run_tests(request.tests, request.verify_id, self._inside(sandbox, request))
+        return msgspec.structs.replace(result, environment=sandbox.environment)
+
+    async def _collect(self, sandbox: Held, request: VerifyRequest) -> str | None:
+        """Let the task's own commands prepare the evaluation; why that failed, or None."""
+        if request.tests is None:
+            return None
+        return await collect(request.tests, self._inside(sandbox, request))
+
+    def _inside(self, sandbox: Held, request: VerifyRequest) -> Inside:
+        prefix = f"verify.{request.verify_id}"  # a dot is in no caller's id
+        return Inside(self._backend, sandbox.spec, partial(self._exec, sandbox), prefix, self._environments.offline)
 
     async def _separate(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
         """On a copy, in a sandbox of its own, which is gone afterwards."""
@@ -261,11 +320,17 @@ class Manager:
             labels={**sandbox.labels, "evaluation": request.verify_id},
             created_at=now,
             lease=Lease.begin(now, lasts_s(request), lasts_s(request)),
+            environment=sandbox.environment,
         )
+        live = request.mode == "live"  # then nothing of ours runs where the agent is
         try:
-            await self._make(grading, {})
-            await self._backend.copy(request.sandbox, grading.spec)
-            return await evaluate(request, partial(self._exec, grading), isolated=self._backend.isolated)
+            error = None if live else await self._collect(sandbox, request)
+            if error is None:
+                await self._copy(sandbox, grading)
+                error = await self._collect(grading, request) if live else None
+            if error is not None:
+                return failed(request, error, isolated=self._backend.isolated)
+            return await self._evaluate(grading, request)
         except InvalidRequest:
             raise
         except SandboxError as error:
@@ -278,6 +343,19 @@ class Manager:
             # What cannot be removed now is removed by `reap`.
             with suppress(InfraError):
                 await self._end(grading.spec.sandbox)
+
+    async def _copy(self, sandbox: Held, grading: Held) -> None:
+        """Make a clean sandbox with what another one holds: its workspace, or all of its root where it has an image."""
+        if sandbox.spec.image is None:
+            await self._make(grading, partial(self._backend.create, grading.spec, {}))
+            await self._backend.copy(sandbox.spec.sandbox, grading.spec)
+            return
+        snapshot = snapshot_for(grading.spec.sandbox)
+        try:
+            await self._backend.snapshot(sandbox.spec, snapshot)
+            await self._make(grading, partial(self._backend.fork, snapshot, grading.spec))
+        finally:
+            await self._backend.drop(snapshot)
 
     async def read(self, name: str, path: str, limit: int) -> bytes:
         """Content of a file."""
