@@ -1,6 +1,7 @@
 """A node with bubblewrap sandboxes for tests, and what is left of it, counted on the system itself."""
 
 import ast
+import contextlib
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from opengyre.sandbox import machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import Spec
 from opengyre.sandbox.manager import Manager
+from support import eventually
 
 DEFAULTS = Spec(sandbox="", workspace_mb=16, memory_mb=256, pids=64)
 needs_sandboxes = pytest.mark.skipif(
@@ -140,4 +142,7 @@ async def node(root: Path, defaults: Spec = DEFAULTS, **more: int) -> AsyncItera
         yield made
     finally:
         await made.close()
+    # A command's monitor ends just after it has answered.
+    with contextlib.suppress(TimeoutError):
+        await eventually(lambda: made.left() == [], 5.0)
     assert made.left() == []
