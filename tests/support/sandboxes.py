@@ -32,7 +32,7 @@ needs_python = pytest.mark.skipif(
 class Node:
     """A manager on a folder; it can be stopped and another one started on the same folder."""
 
-    def __init__(self, root: Path, defaults: Spec = DEFAULTS, **more: int) -> None:
+    def __init__(self, root: Path, defaults: Spec = DEFAULTS, **more: Any) -> None:
         self.root = root
         self.backend = Bubblewrap(root)
         self.manager = Manager(self.backend, "n0", defaults, **more)
@@ -134,7 +134,7 @@ def attached(log: Path) -> list[int]:
 
 
 @asynccontextmanager
-async def node(root: Path, defaults: Spec = DEFAULTS, **more: int) -> AsyncIterator[Node]:
+async def node(root: Path, defaults: Spec = DEFAULTS, **more: Any) -> AsyncIterator[Node]:
     """A node that leaves nothing, or the test fails."""
     made = Node(root, defaults, **more)
     await made.manager.start()

@@ -7,6 +7,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -238,17 +239,13 @@ def gc(
     """
     chosen = wanted(labels(label), owner, older_than, every)
 
-    async def work() -> list[str]:
-        async with connected(nats, state_dir) as bus:
-            return await _collect(bus, node, chosen, dry_run)
-
-    if chosen is None:
-        directory = (state_dir or load().state_dir).absolute()
-        if stacks.owner(directory) is not None:
-            raise StackError(f"a stack runs in {directory}; say which: --label, --owner, --older-than or --all")
+    directory = (state_dir or load().state_dir).absolute()
+    if chosen is not None:
+        removed = _run(_collect(chosen, dry_run, node, nats, state_dir))
+    elif stacks.owner(directory) is None:
         removed = _run(clear(directory))
     else:
-        removed = _run(work())
+        raise StackError(f"a stack runs in {directory}; say which: --label, --owner, --older-than or --all")
     if json:
         show_json(removed)
         return
@@ -257,11 +254,14 @@ def gc(
     errors.print(f"{len(removed)} {'would be ' if dry_run else ''}removed", soft_wrap=True)
 
 
-async def _collect(bus: Bus, node: str | None, chosen: Wanted, dry_run: bool) -> list[str]:
-    found = [info for info in await listing(bus, node, chosen.labels) if chosen.takes(info)]
-    if not dry_run:
-        for info in found:
-            await _ask(bus, info.node, "destroy", DestroyRequest(sandbox=info.sandbox), DestroyResult, MARGIN_S)
+async def _collect(
+    chosen: Wanted, dry_run: bool, node: str | None, nats: str | None, state_dir: Path | None
+) -> list[str]:
+    async with connected(nats, state_dir) as bus:
+        found = [info for info in await listing(bus, node, chosen.labels) if chosen.takes(info)]
+        if not dry_run:
+            for info in found:
+                await _ask(bus, info.node, "destroy", DestroyRequest(sandbox=info.sandbox), DestroyResult, MARGIN_S)
     return [info.sandbox for info in found]
 
 
