@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from opengyre.cli.task_check_run import Facts, judged, run_task
+from opengyre.cli.task_files import is_directory_of_others as is_task
 from opengyre.sandbox import offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import Backend, CannotIsolateError
@@ -20,7 +21,7 @@ from opengyre.sandbox.harbor import OFFLINE
 from opengyre.sandbox.origin import HOST
 from opengyre.sandbox.service import docker_backend
 from opengyre.shared.settings import SandboxSettings
-from opengyre.tasks.directory import TaskDirectory, is_task, read_task
+from opengyre.tasks.directory import TaskDirectory, read_task
 
 
 def found(paths: list[Path]) -> list[TaskDirectory]:

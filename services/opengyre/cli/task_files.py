@@ -1,9 +1,11 @@
-"""Tasks in files: a .toml or .json file of one task, a .json list, a .jsonl, or a directory of these.
+"""Tasks in files: a .toml or .json file of one task, a .json list, a .jsonl, or a directory of these. Or directories
+that are tasks of others: Harbor's, Terminal-Bench 1's.
 
 Every fault is one sentence that names the file, the line where there are lines, and the field.
 """
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +32,7 @@ def load_tasks(path: Path) -> list[TaskSpec]:
     tasks: list[TaskSpec] = []
     places: dict[str, str] = {}
     for file in files:
-        for place, document in _documents(file):
-            spec = _task(place, document)
+        for place, spec in _tasks(file):
             if spec.task in places:
                 raise TaskFileError(f"{place}: task {spec.task!r} is in {places[spec.task]} already")
             places[spec.task] = place
@@ -39,6 +40,31 @@ def load_tasks(path: Path) -> list[TaskSpec]:
     if not tasks:
         raise TaskFileError(f"{path} holds no tasks")
     return tasks
+
+
+def _tasks(file: Path) -> Iterator[tuple[str, TaskSpec]]:
+    """What is in a file, or the task that a directory is."""
+    if not file.is_dir():
+        yield from ((place, _task(place, document)) for place, document in _documents(file))
+        return
+    # Not at the top: what reads tasks of others is an extra.
+    try:
+        from opengyre.tasks.convert import spec_of
+        from opengyre.tasks.directory import read_task
+        from opengyre.tasks.errors import TaskError
+    except ModuleNotFoundError as error:
+        raise TaskFileError(f"{file} needs {error.name}, which is missing: pip install 'opengyre[tasks]'") from error
+    try:
+        yield str(file), spec_of(read_task(file), os.environ)
+    except TaskError as error:
+        raise TaskFileError(str(error)) from error
+
+
+def is_directory_of_others(path: Path) -> bool:
+    """Whether a directory is a task of Harbor or of Terminal-Bench 1. A ``task.toml`` alone may be one of ours."""
+    parts = ("instruction.md", "environment", "tests", "steps")
+    harbor = (path / "task.toml").is_file() and any((path / name).exists() for name in parts)
+    return harbor or (path / "task.yaml").is_file()
 
 
 def batches(tasks: list[TaskSpec]) -> Iterator[list[TaskSpec]]:
@@ -58,15 +84,30 @@ def batches(tasks: list[TaskSpec]) -> Iterator[list[TaskSpec]]:
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        found = sorted(_below(path))
         if not found:
-            raise TaskFileError(f"directory {path} holds no task files; allowed are {', '.join(SUFFIXES)}")
+            raise TaskFileError(
+                f"directory {path} holds no tasks; allowed are {', '.join(SUFFIXES)} files, and directories of Harbor "
+                "or Terminal-Bench 1"
+            )
         return found
     if not path.exists():
         raise TaskFileError(f"{path} does not exist")
     if path.suffix not in SUFFIXES:
         raise TaskFileError(f"{path} is no task file; allowed are {', '.join(SUFFIXES)} or a directory of these")
     return [path]
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """Files of tasks, and directories that are tasks, whose own files are none."""
+    if is_directory_of_others(path):
+        yield path
+        return
+    for child in path.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            yield from _below(child)
+        elif child.suffix in SUFFIXES and child.is_file():
+            yield child
 
 
 def _documents(file: Path) -> Iterator[tuple[str, Any]]:

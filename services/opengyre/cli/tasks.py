@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    path: Annotated[Path, typer.Argument(help="A .toml, .json or .jsonl file, or a directory of these.")],
+    path: Annotated[Path, typer.Argument(help="A .toml, .json or .jsonl file, a task's directory, or a folder.")],
     run: RunOption = None,
     gateway: GatewayOption = None,
     api_key: KeyOption = None,

@@ -18,7 +18,14 @@ from prometheus_client import Counter
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.sandbox import SandboxRef
 from opengyre.rollout.evaluation import Verdict, another, pause_s, verdict
-from opengyre.rollout.sandboxes import InvalidCommandError, Mode, Sandboxes, SandboxFaultError, SandboxLostError
+from opengyre.rollout.sandboxes import (
+    InvalidCommandError,
+    Mode,
+    Sandboxes,
+    SandboxFaultError,
+    SandboxLostError,
+    verifying_s,
+)
 
 log = logging.getLogger("gyre.rollout.grading")
 
@@ -37,7 +44,7 @@ class Grader:
     @property
     def bound_s(self) -> float:
         """The longest that one measurement of progress may take."""
-        return self.dispatch.harness.command_timeout_s * len(self.dispatch.task.checks) + PROGRESS_MARGIN_S
+        return verifying_s(self.dispatch) + PROGRESS_MARGIN_S
 
     async def final(self, ref: SandboxRef) -> Verdict:
         """The verdict on the kept work; raises `SandboxLostError` where that is gone, and `FencedError`."""

@@ -133,7 +133,8 @@ class Runner:
         self.recorder = Recorder(
             self.dispatch, self.journal.attempt, self.history, renderer, self.station.router, self._record, budget
         )
-        if self.dispatch.scoring.progress_every is not None and self.dispatch.task.checks and not self.synthetic:
+        verified = self.dispatch.task.checks or self.dispatch.task.tests is not None
+        if self.dispatch.scoring.progress_every is not None and verified and not self.synthetic:
             self.recorder.before_call = lambda _number: self._measure(budget)
         pending = list(effects)
         while pending:
@@ -350,7 +351,7 @@ class Runner:
             said = Verdict((synthetic.verdict(self.dispatch),))
         elif reason == "infra":
             said = Verdict(fault=detail or "the sandbox is gone", evaluations=0)
-        elif self.dispatch.task.checks:
+        elif self.dispatch.task.checks or self.dispatch.task.tests is not None:
             try:
                 said = await self._graded()
             except SandboxLostError as error:

@@ -80,13 +80,20 @@ class Sandboxes:
             owner=owner,
             labels={"run": dispatch.run, "group": dispatch.group, "execution": dispatch.execution},
             files=dispatch.task.files,
+            environment=dispatch.task.environment,
             workspace_mb=self.limits.workspace_mb,
             memory_mb=self.limits.memory_mb,
             pids=self.limits.pids,
             ttl_s=ttl,
             idle_ttl_s=ttl,
         )
-        return await self._ask("any", "create", spec, SandboxRef, MARGIN_S)
+        building = dispatch.task.environment
+        # The first one of its environment on a node waits for that to be made.
+        bound = MARGIN_S if building is None else MARGIN_S + building.build_timeout_s
+        ref = await self._ask("any", "create", spec, SandboxRef, bound)
+        if ref.environment:
+            log.info("sandbox %s: environment: %s", ref.sandbox, ref.environment)
+        return ref
 
     async def check(self, ref: SandboxRef, owner: str) -> None:
         """Renew the lease, if it is there; raises `SandboxLostError`."""
@@ -135,15 +142,17 @@ class Sandboxes:
     async def verify(self, ref: SandboxRef, dispatch: EpisodeDispatch, verify_id: str, mode: Mode) -> VerifyResult:
         """Run the task's checks once; raises `SandboxLostError`, `SandboxFaultError` at the first failure of the
         machine, or `InvalidCommandError`."""
-        checks, timeout = dispatch.task.checks, dispatch.harness.command_timeout_s
+        task = dispatch.task
+        apart = task.tests is not None and task.tests.separate and mode == "shared"
         request = VerifyRequest(
             sandbox=ref.sandbox,
             verify_id=verify_id,
-            checks=checks,
-            timeout_s=timeout,
-            mode=mode,
+            checks=task.checks,
+            tests=task.tests,
+            timeout_s=dispatch.harness.command_timeout_s,
+            mode="separate" if apart else mode,
         )
-        return await self._ask(ref.node, "verify", request, VerifyResult, timeout * len(checks) + MARGIN_S, faults=1)
+        return await self._ask(ref.node, "verify", request, VerifyResult, verifying_s(dispatch) + MARGIN_S, faults=1)
 
     async def destroy(self, ref: SandboxRef) -> None:
         """Remove it; if nobody answers now, its lease ends it."""
@@ -213,6 +222,14 @@ class Sandboxes:
                         raise SandboxFaultError(f"{verb} failed {failed} times: {error}") from error
                 log.info("sandbox: %s on %s: %s; trying again", verb, target, error)
             await asyncio.sleep(min(0.1 * 2**failed, 2.0))
+
+
+def verifying_s(dispatch: EpisodeDispatch) -> float:
+    """The longest that one evaluation of a task may take, in seconds."""
+    tests = dispatch.task.tests
+    if tests is None:
+        return dispatch.harness.command_timeout_s * len(dispatch.task.checks)
+    return tests.timeout_s + sum(item.timeout_s for item in tests.collect)
 
 
 async def _cancelled(task: "asyncio.Task[ExecResult]") -> None:

@@ -84,16 +84,6 @@ class TaskDirectory:
         return [(path.name, path) for path in sorted(self.context.iterdir()) if path.name not in hidden]
 
 
-def is_task(path: Path) -> bool:
-    """Whether a directory is a task of a format that is read here."""
-    return ((path / "task.toml").is_file() and _is_harbor(path)) or (path / "task.yaml").is_file()
-
-
-def _is_harbor(path: Path) -> bool:
-    # A .toml file of that name may be a task of our own.
-    return any((path / name).exists() for name in ("instruction.md", "environment", "tests", "steps"))
-
-
 def read_task(path: Path) -> TaskDirectory:
     """The task in a directory; raises `TaskError`."""
     if not path.is_dir():
