@@ -128,7 +128,6 @@ def container(
         "Env": [],
         "OpenStdin": False,
         "Tty": False,
-        "NetworkDisabled": True,
         "Healthcheck": {"Test": ["NONE"]},
         "StopSignal": "SIGKILL",
         "Labels": {KEY_LABEL: key, SANDBOX_LABEL: spec.sandbox},

@@ -43,7 +43,7 @@ from opengyre.sandbox.records import load, save
 
 TICK_S = 0.25
 GRACE_S = 30.0
-LOOK_MOST_S = 0.25
+LAST_S = 0.1
 SIGNALS = {"TERM": 15, "INT": 2}
 _FAULTS = (aiodocker.DockerError, aiohttp.ClientError, OSError)
 
@@ -55,6 +55,7 @@ class Commands:
         self._engine = engine
         self._watches: dict[tuple[str, str], asyncio.Task[Ended]] = {}
         self._killed: set[tuple[str, str]] = set()
+        self._leaving: set[str] = set()
         self._stopping = False
 
     async def stop(self) -> None:
@@ -62,9 +63,14 @@ class Commands:
         self._stopping = True
         await self._cancel(list(self._watches.values()))
 
+    def leave(self, sandbox: str) -> None:
+        """The sandbox is being removed: what its commands end with from now on is that."""
+        self._leaving.add(sandbox)
+
     async def forget(self, sandbox: str) -> None:
         """Stop looking at the commands of a sandbox that has been removed; whoever waits hears that it is gone."""
         await self._cancel([watch for (owner, _), watch in self._watches.items() if owner == sandbox])
+        self._leaving.discard(sandbox)
 
     async def _cancel(self, watches: "list[asyncio.Task[Ended]]") -> None:
         for watch in watches:
@@ -228,7 +234,7 @@ class Commands:
         words = said.decode("utf-8", "replace").strip()
         if killed_by is None and (code is None or code == 137 or fault is not None):
             # What ends so may have ended with its sandbox.
-            if not await self._alive(place):
+            if await self._ends(place):
                 return Ended(gone=True)
             code = code if code is not None else _written_code(place, exec_id)
         if late or (killed_by is None and fault is not None):
@@ -244,12 +250,13 @@ class Commands:
             )
         return Ended(result=result)
 
-    async def _alive(self, place: Place) -> bool:
-        try:
-            found = await self._engine.state(place.container)
-        except _FAULTS:
-            return True  # the engine does not answer, which is not the sandbox's end
-        return found is not None and bool(found["State"]["Running"])
+    async def _ends(self, place: Place) -> bool:
+        """Whether the sandbox has ended. Its init is the last to go: that is looked for twice."""
+        for _ in range(2):
+            if place.sandbox in self._leaving or not docker_host.runs(place.first):
+                return True
+            await asyncio.sleep(LAST_S)
+        return False
 
     async def join(self, place: Place, exec_id: str) -> ExecResult:
         """Wait for a command's end; what it did."""

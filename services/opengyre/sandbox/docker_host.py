@@ -101,11 +101,12 @@ def _end(find: Callable[[], set[int]]) -> None:
         if time.monotonic() > deadline:
             break
     _signal(stopped, signal.SIGKILL)
-    while time.monotonic() < deadline and any(_runs(pid) for pid in stopped):
+    while time.monotonic() < deadline and any(runs(pid) for pid in stopped):
         time.sleep(0.002)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:

@@ -112,6 +112,7 @@ class Making(Files):
         made = self._live.pop(sandbox, None) or self._making.pop(sandbox, None)
         folder = self.folder(sandbox)
         made = made or load(folder / "docker.json", Made)
+        self._commands.leave(sandbox)
         try:
             if made is not None:
                 async with engine_errors(f"the removal of sandbox {sandbox!r}"):

@@ -149,6 +149,8 @@ def unpack(source: BinaryIO, path: str) -> tuple[int, int]:
                 entries += 1
                 if entries + skipped > MAX_ENTRIES:
                     raise FileError("output_limit", f"the archive has more than {MAX_ENTRIES} entries")
+                if member.name.startswith("/"):  # the filter would only cut that off
+                    raise FileError("invalid_request", f"the archive has the absolute name {member.name[:200]!r}")
                 checked = tarfile.data_filter(member, path)
                 tar.extract(checked, path, set_attrs=not member.isdir(), numeric_owner=True, filter="fully_trusted")
                 if member.isdir():
