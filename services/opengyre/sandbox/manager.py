@@ -81,6 +81,7 @@ class Manager:
         self._environments = environments or Environments(backend, node)
         self._max = max_sandboxes
         self._known: dict[str, Held] = {}
+        self._restoring: set[str] = set()
         self._wake = asyncio.Event()
         self._forwards = Forwards(backend.listen)
         # More at once would only make each slower.
@@ -143,6 +144,7 @@ class Manager:
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Make a sandbox, or answer the one that has this id."""
         made, files = check.spec(spec, self._defaults)
+        check.capable(made, self._backend.capabilities())
         known = self._known.get(spec.sandbox)
         if known is not None:
             await self._until(known, spec.sandbox, lambda: known.state is not State.CREATING)
@@ -152,20 +154,24 @@ class Manager:
             raise SandboxBusy(f"{self._node} holds {held} sandboxes; allowed are {self._max}")
         now = _now()
         build = partial(self._backend.create, made, files)
-        sentence = ""
+        sentence, more_s = "", 0.0
         if spec.environment is not None:
             made, origin = self._environments.specify(made, spec.environment)
             build = partial(self._environments.create, made, spec.environment, origin, files)
             sentence = origin.sentence
+            more_s = spec.environment.build_timeout_s * len(origin.plan.steps)
         sandbox = Held(
             spec=made,
             owner=spec.owner,
             labels=dict(spec.labels),
             created_at=now,
-            lease=Lease.begin(now, spec.ttl_s, spec.idle_ttl_s),
+            lease=Lease.begin(now, spec.ttl_s + more_s, spec.idle_ttl_s + more_s),
             environment=sentence,
         )
         await self._make(sandbox, build)
+        if more_s:  # the lease is from when it can be used
+            sandbox.lease = Lease.begin(_now(), spec.ttl_s, spec.idle_ttl_s)
+            self._save(sandbox)
         return self._ref(self._find(spec.sandbox))
 
     async def _make(self, sandbox: Held, build: Callable[[], Awaitable[None]]) -> None:
@@ -219,8 +225,10 @@ class Manager:
     async def exec(self, request: ExecRequest) -> ExecResult:
         """Run a command once for its id."""
         check.execution(request)
+        options = check.options(request)
         sandbox = self._ready(request.sandbox)
-        return await self._exec(sandbox, request.exec_id, request.command, request.timeout_s, request.output_limit)
+        bounds = request.timeout_s, request.output_limit
+        return await self._exec(sandbox, request.exec_id, request.command, *bounds, options)
 
     async def forward(self, request: ForwardRequest) -> ForwardResult:
         """Open a port of a sandbox that leads outside, or lead it elsewhere."""
@@ -360,14 +368,15 @@ class Manager:
     async def read(self, name: str, path: str, limit: int) -> bytes:
         """Content of a file."""
         check.between("limit", limit, 0, check.FILE_LIMIT)
-        full = check.path("path", path)
         sandbox = self._find(name)
+        full = check.path("path", path, anywhere=sandbox.spec.image is not None)
         sandbox.lease = sandbox.lease.used(_now())
         return await self._backend.read(name, full, limit)
 
     async def write(self, name: str, path: str, data: bytes, mode: int) -> str:
         """Write a file; its absolute path."""
-        full = check.path("path", path)
+        known = self._known.get(name)
+        full = check.path("path", path, anywhere=known is not None and known.spec.image is not None)
         if len(data) > check.FILE_LIMIT:
             raise InvalidRequest(f"data has {len(data)} bytes; allowed are {check.FILE_LIMIT}")
         check.between("mode", mode, 0, 0o777)
@@ -466,6 +475,7 @@ class Manager:
         due = []
         for name, one in list(self._known.items()):
             over = one.state is State.DESTROYING or one.lease.ends_at(one.running > 0) <= now
-            if over or (one.state is not State.CREATING and not await self._backend.alive(name)):
+            ready = one.state is not State.CREATING and name not in self._restoring
+            if over or (ready and not await self._backend.alive(name)):
                 due.append(name)
         return due

@@ -26,10 +26,11 @@ from opengyre.proto.sandbox import (
     ExecResult,
     ForwardRequest,
     ForwardResult,
+    InfoRequest,
     ListRequest,
     ListResult,
+    NodeInfo,
     ReadRequest,
-    ReadResult,
     RenewRequest,
     SandboxInfo,
     SandboxRef,
@@ -38,11 +39,23 @@ from opengyre.proto.sandbox import (
     VerifyRequest,
     VerifyResult,
     WriteRequest,
-    WriteResult,
 )
+from opengyre.proto.sandbox_jobs import KillRequest, LogsRequest, PollRequest, SpawnRequest
+from opengyre.proto.sandbox_trees import (
+    DropRequest,
+    ForkRequest,
+    GetRequest,
+    PutRequest,
+    RestoreRequest,
+    SnapshotRequest,
+)
+from opengyre.sandbox import offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import Backend, CannotIsolateError, SandboxError, Spec
-from opengyre.sandbox.manager import Manager
+from opengyre.sandbox.environments import Environments
+from opengyre.sandbox.harbor import OFFLINE
+from opengyre.sandbox.node import Node
+from opengyre.sandbox.origin import HOST
 from opengyre.shared.bus import Endpoint, RpcFailedError, serving
 from opengyre.shared.lifecycle import Context
 from opengyre.shared.settings import SandboxSettings
@@ -74,13 +87,13 @@ class SandboxService:
         self._context = context
         self._settings = context.settings.sandbox
         self._node = check_token("sandbox.node", self._settings.node)
-        self._manager: Manager | None = None
+        self._manager: Node | None = None
 
     def routes(self) -> Sequence[BaseRoute]:
         return ()
 
     @property
-    def manager(self) -> Manager:
+    def manager(self) -> Node:
         assert self._manager is not None, "run() makes it"
         return self._manager
 
@@ -110,9 +123,9 @@ class SandboxService:
         if self._settings.backend == "docker":
             # A folder of its own: one backend cannot end what another one left.
             root = self._context.state_dir / "sandbox-docker" / self._node
-            return await self._use(docker_backend(root, self._settings))
+            return await self._use(docker_backend(root, await self._offline(root)))
         try:
-            return await self._use(Bubblewrap(root, binds=self._settings.bound()))
+            return await self._use(self._bubblewrap(root, await self._offline(root)))
         except CannotIsolateError as error:
             if not self._settings.allow_unisolated:
                 raise CannotIsolateError(
@@ -125,14 +138,41 @@ class SandboxService:
             )
             return await self._use(Bubblewrap(root, isolated=False))
 
+    @staticmethod
+    def _bubblewrap(root: Path, settings: SandboxSettings) -> Bubblewrap:
+        return Bubblewrap(
+            root,
+            binds=settings.bound(),
+            image_roots=[Path(path) for path in settings.image_roots],
+            image_cache_mb=settings.image_cache_mb,
+        )
+
+    async def _offline(self, root: Path) -> SandboxSettings:
+        """The settings with the folder of offline stand-ins among the binds, where it is wanted and can be made."""
+        settings = self._settings
+        if not settings.offline:
+            return settings
+        try:
+            folder, missing = await asyncio.to_thread(offline.make, offline.place(root))
+        except OSError as error:
+            log.warning("sandbox: without the offline stand-ins, which could not be made: %s", error)
+            return settings
+        if missing:
+            log.info("sandbox: the offline stand-ins lack %s", ", ".join(missing))
+        return settings.model_copy(update={"binds": (*settings.binds, f"{OFFLINE}={folder}")})
+
     async def _use(self, backend: Backend) -> int:
         settings = self._settings
         defaults = Spec(
             sandbox="", workspace_mb=settings.workspace_mb, memory_mb=settings.memory_mb, pids=settings.pids
         )
-        manager = Manager(backend, self._node, defaults, settings.max_sandboxes)
+        environments = Environments(backend, self._node, stand_in=settings.stand_in, offline=settings.offline)
+        manager = Node(backend, self._node, defaults, settings.max_sandboxes, environments)
+        manager.blobs = self._context.blobs
         try:
             found = await manager.start()
+            if isinstance(backend, Bubblewrap) and settings.stand_in == HOST and backend.capabilities().images:
+                await asyncio.to_thread(stand_in.ensure, backend.image_cache)
         except BaseException:
             await backend.stop()
             raise
@@ -154,9 +194,20 @@ class SandboxService:
             "destroy": endpoint(DestroyRequest, self._destroy),
             "list": endpoint(ListRequest, self._list),
             "stat": endpoint(StatRequest, self._stat),
-            "read": endpoint(ReadRequest, self._read),
-            "write": endpoint(WriteRequest, self._write),
+            "read": endpoint(ReadRequest, self.manager.read_file),
+            "write": endpoint(WriteRequest, self.manager.write_file),
             "forward": endpoint(ForwardRequest, self._forward),
+            "info": endpoint(InfoRequest, self._info),
+            "spawn": endpoint(SpawnRequest, self.manager.spawn),
+            "poll": endpoint(PollRequest, self.manager.poll),
+            "logs": endpoint(LogsRequest, self.manager.logs),
+            "kill": endpoint(KillRequest, self.manager.kill),
+            "put": endpoint(PutRequest, self.manager.put),
+            "get": endpoint(GetRequest, self.manager.get),
+            "snapshot": endpoint(SnapshotRequest, self.manager.snapshot),
+            "fork": endpoint(ForkRequest, self.manager.fork),
+            "restore": endpoint(RestoreRequest, self.manager.restore),
+            "drop": endpoint(DropRequest, self.manager.drop),
         }
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
@@ -200,12 +251,8 @@ class SandboxService:
     async def _stat(self, request: StatRequest) -> SandboxInfo:
         return self.manager.stat(request.sandbox)
 
-    async def _read(self, request: ReadRequest) -> ReadResult:
-        return ReadResult(data=await self.manager.read(request.sandbox, request.path, request.limit))
-
-    async def _write(self, request: WriteRequest) -> WriteResult:
-        path = await self.manager.write(request.sandbox, request.path, request.data, request.mode)
-        return WriteResult(path=path, size=len(request.data))
+    async def _info(self, _: InfoRequest) -> NodeInfo:
+        return self.manager.info()
 
     async def _forward(self, request: ForwardRequest) -> ForwardResult:
         return await self.manager.forward(request)

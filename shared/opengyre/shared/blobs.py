@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Self
@@ -33,6 +34,12 @@ class BlobMissingError(LookupError):
 def reference(content: bytes) -> str:
     """`sha256:<hex>` of the content."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def reference_of(path: Path) -> str:
+    """`sha256:<hex>` of a file's content; blocks."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 async def _reference(content: bytes) -> str:
@@ -82,6 +89,21 @@ class Blobs:
                 log.info("blobs: the cache does not answer (%r); files go on", error)
         return ref
 
+    async def put_file(self, source: Path) -> str:
+        """Store the content of a file of any size, which is then gone; it lasts when this returns."""
+        ref = await asyncio.to_thread(reference_of, source)
+        await asyncio.to_thread(self._move, source, self.path(ref))
+        return ref
+
+    async def file(self, ref: str) -> Path:
+        """The blob's file, for reading, after a look at its content; raises `BlobMissingError`."""
+        path = self.path(ref)
+        if not path.exists():
+            await asyncio.to_thread(self._write, path, await self.get(ref), False)
+        elif await asyncio.to_thread(reference_of, path) != ref:
+            raise BlobMissingError(f"the file of blob {ref} is damaged: its content has another checksum")
+        return path
+
     async def get(self, ref: str) -> bytes:
         """The content; raises `BlobMissingError`."""
         path = self.path(ref)
@@ -109,6 +131,19 @@ class Blobs:
             except (RedisError, OSError) as error:
                 log.info("blobs: the cache does not answer (%r)", error)
         await asyncio.to_thread(self.path(ref).unlink, missing_ok=True)
+
+    def _move(self, source: Path, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        os.close(handle)
+        try:
+            shutil.move(source, name)
+            _sync(Path(name))
+            Path(name).replace(path)
+            _sync(path.parent)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
     def _write(self, path: Path, content: bytes, durable: bool) -> None:
         if path.exists() and path.read_bytes() == content:

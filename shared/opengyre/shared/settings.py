@@ -121,6 +121,11 @@ class SandboxSettings(Section):
         default=(), description="folders of this machine that every sandbox shows, read-only: /in/the/sandbox=/here"
     )
 
+    image_roots: tuple[Annotated[str, Field(pattern="^/")], ...] = Field(
+        default=(), description="bubblewrap: folders below which the root directories lie that a sandbox may be made of"
+    )
+    image_cache_mb: int = Field(default=4096, ge=1, description="bubblewrap: size of the cache of images")
+
     def bound(self) -> dict[str, str]:
         """`binds`, by path in the sandbox."""
         return dict(bind.split("=", 1) for bind in self.binds)
