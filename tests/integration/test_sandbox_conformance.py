@@ -1,4 +1,4 @@
-"""One list of behaviours for every backend, named after the findings that they answer: `row_N` is a bug that others had,
+"""What every backend does alike. Tests are named after the findings that they answer: `row_N` is a bug that others had,
 `trap_N` one that was met while the backends were made.
 
 The Docker part runs where an engine answers (``DOCKER_HOST``, or the usual socket) and has the image of

@@ -1,0 +1,170 @@
+"""What is Docker's own: its engine's habits, images whose commands are root's, and what is left over on it."""
+
+import asyncio
+from pathlib import Path
+
+import aiodocker
+from aiodocker.containers import DockerContainer
+import pytest
+
+from opengyre.sandbox import docker_config, docker_host
+from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, Options, SandboxGone, Spec
+from opengyre.sandbox.docker import Docker
+from support import both_backends
+from support.both_backends import Box, Node, started
+
+pytestmark = [pytest.mark.sandbox, both_backends.needs["docker"]]
+
+
+def backend_of(node: Node) -> Docker:
+    assert isinstance(node.backend, Docker)
+    return node.backend
+
+
+async def test_a_socket_where_no_engine_answers_is_named(tmp_path: Path):
+    backend = Docker(tmp_path / "node", socket=tmp_path / "none.sock", image="x")
+    with pytest.raises(CannotIsolateError, match=r"no Docker engine answers at .*none\.sock"):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_a_node_whose_image_is_not_there_is_told_so(tmp_path: Path):
+    backend = Docker(tmp_path / "node", socket=both_backends.SOCKET, image="no-such-image:1")
+    with pytest.raises(
+        CannotIsolateError, match=r"'no-such-image:1', which the engine has not; allowed: .*docker_image"
+    ):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_trap_07_more_than_100_commands_leave_room_for_other_calls(tmp_path: Path):
+    async with started("docker", tmp_path / "node") as node:
+        await node.create("s", pids=1024, memory_mb=512)
+        box = Box(node, "s")
+        running = [asyncio.ensure_future(box.run("sleep 71.5", timeout_s=60)) for _ in range(104)]
+
+        container = backend_of(node)._live["s"].container
+
+        async def all_run() -> bool:
+            return len(docker_host.pids(container)) > 300
+
+        await both_backends.until(all_run, 50)
+        async with asyncio.timeout(10):
+            assert await backend_of(node)._engine.state(container) is not None
+            assert (await box.run("echo ok")).stdout == "ok\n"
+        await node.backend.quiet("s")
+        assert {done.exit_code for done in await asyncio.gather(*running)} == {137}
+
+
+@pytest.mark.parametrize("step", ["show", "_first_files", "_folders"])
+async def test_row_38_a_creation_that_fails_at_any_step_is_undone(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with started("docker", tmp_path / "node") as node:
+
+        async def broken(*_: object) -> None:
+            raise aiodocker.DockerError(500, "a fault of the engine")
+
+        owner = DockerContainer if step == "show" else node.backend
+        monkeypatch.setattr(owner, step, broken)
+        with pytest.raises((InfraError, aiodocker.DockerError), match="a fault of the engine"):
+            await node.create("bad", image=both_backends.IMAGE)
+        monkeypatch.undo()
+        assert await node.left() == []
+
+
+async def test_row_23_what_nobody_knows_is_swept_and_what_lives_is_not(tmp_path: Path):
+    root = tmp_path / "node"
+    first = Docker(root, socket=both_backends.SOCKET, image=both_backends.IMAGE)
+    await first.start()
+    for name in ("lives", "half", "lost"):
+        await first.create(Spec(sandbox=name), {})
+    unknown = first._live["lost"].container
+    (first.folder("lost") / "docker.json").unlink()
+    half = first.folder("half") / "docker.json"
+    half.write_text(half.read_text().replace('"ready":true', '"ready":false'))
+    await first.stop()
+    second = Docker(root, socket=both_backends.SOCKET, image=both_backends.IMAGE)
+    assert await second.start() == ["lives"]
+    assert await second._engine.state(unknown) is None
+    assert [path.name for path in (root / "sandboxes").iterdir()] == ["lives"]
+    done = await second.exec(Spec(sandbox="lives"), "e", "echo ok", 10, 100)
+    assert done.stdout == "ok\n"
+    await second.destroy("lives")
+    await second.stop()
+
+
+async def test_row_26_a_status_that_the_engine_has_forgotten_was_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with started("docker", tmp_path / "node") as node:
+        await node.create("s")
+
+        async def forgotten(*_: object, **__: object) -> None:
+            return None
+
+        monkeypatch.setattr(backend_of(node)._engine, "exit_code", forgotten)
+        assert (await Box(node, "s").run("exit 42")).exit_code == 42
+
+
+async def test_an_image_has_its_own_user_and_a_root_that_can_be_written_to(tmp_path: Path):
+    async with started("docker", tmp_path / "node") as node:
+        backend = node.backend
+        spec = Spec(sandbox="s", image=both_backends.IMAGE, cpus=0.5, workdir="/opt")
+        await backend.create(spec, {"/workspace/a": "x"})
+        done = await backend.exec(
+            spec, "e", "pwd; id -u; touch /root/x /usr/x && chown 1234 /root/x; ls /workspace", 10, 1000
+        )
+        assert (done.stdout, done.stderr) == ("/opt\n0\na\n", "")
+        for command in (
+            "mount -t tmpfs none /mnt",
+            "mknod /tmp/n c 1 3",
+            "ls /sys/fs/cgroup/x",
+            "kill -9 1; kill -0 1 && false",
+        ):
+            assert (await backend.exec(spec, f"m{hash(command)}", command, 10, 1000)).exit_code != 0, command
+        # A root of the image may plant what it likes where commands write: nothing is read through a link.
+        await backend.exec(
+            spec, "plant", "rm $D/stdout; ln -s /etc/shadow $D/stdout", 10, 1000, Options(env={"D": "/.gyre/plant"})
+        )
+        assert (await backend.logs("s", "plant", "stdout", 0, 1000)).data == b""
+        with pytest.raises(InvalidRequest, match="user"):
+            await backend.exec(spec, "nobody", "true", 10, 100, Options(user="no-such-user"))
+        with pytest.raises(InvalidRequest, match="cwd"):
+            await backend.exec(spec, "nowhere", "true", 10, 100, Options(cwd="/no/such/folder"))
+        await backend.destroy("s")
+
+
+async def test_a_port_of_a_sandbox_is_reached_from_the_node_only(tmp_path: Path):
+    async with started("docker", tmp_path / "node") as node:
+        await node.create("s")
+        box = Box(node, "s")
+        if (await box.run("test -x /usr/bin/python3")).exit_code != 0:
+            pytest.skip("the image has no python3, which is the client here")
+        listener = await node.backend.listen("s", 8123)
+        listener.setblocking(False)
+        try:
+            text = "import socket; c = socket.create_connection(('127.0.0.1', 8123)); print(c.recv(9).decode())"
+            asking = asyncio.ensure_future(box.run(f'/usr/bin/python3 -c "{text}"'))
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(20):
+                connection, _ = await loop.sock_accept(listener)
+            with connection:
+                await loop.sock_sendall(connection, b"hello")
+            assert (await asking).stdout == "hello\n"
+        finally:
+            listener.close()
+
+
+async def test_a_command_of_a_removed_sandbox_leaves_no_record(tmp_path: Path):
+    async with started("docker", tmp_path / "node") as node:
+        await node.create("s")
+        running = asyncio.ensure_future(Box(node, "s").run("sleep 81.5"))
+        await Box(node, "s").sees("sleep 81.5")
+        await node.manager.destroy("s")
+        with pytest.raises(SandboxGone):
+            await running
+        assert not node.backend.folder("s").exists()
+        assert list((node.root / "trash").iterdir()) == []
+        label = f'{{"label": ["{docker_config.SANDBOX_LABEL}=s", "{docker_config.KEY_LABEL}={node.backend._key}"]}}'
+        assert await backend_of(node)._engine.docker.containers.list(all=1, filters=label) == []
