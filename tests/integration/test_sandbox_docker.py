@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import aiodocker
-from aiodocker.containers import DockerContainer
 import pytest
+from aiodocker.containers import DockerContainer
 
 from opengyre.sandbox import docker_config, docker_host
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, Options, SandboxGone, Spec
