@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxSpec, VerifyRequest
+from opengyre.proto.sandbox import Capabilities, ExecRequest, ExecResult, SandboxSpec, VerifyRequest
 from opengyre.proto.task import Check
-from opengyre.sandbox import cgroups, check, jail
-from opengyre.sandbox.core import InvalidRequest, Spec
+from opengyre.sandbox import cgroups, check, commands, jail
+from opengyre.sandbox.core import InvalidRequest, Options, Spec
 from opengyre.sandbox.evaluate import clean, failed, is_clean, is_of, lasts_s
+from opengyre.sandbox.launch import leader
 from opengyre.sandbox.launch.output import join_text, split_sizes
 from opengyre.sandbox.launch.tree import Process, belonging
 from opengyre.sandbox.lease import Effect, Event, Lease, State, advance
@@ -308,3 +309,96 @@ def test_an_evaluation_that_could_not_begin_is_not_valid():
     found = failed(request, "no memory is left", isolated=True)
     assert (found.valid, found.infra_error, found.parts) == (False, "no memory is left", ())
     assert lasts_s(request) > 20.0
+
+
+# Users, capabilities, options
+
+PASSWD = "root:x:0:0:root:/root:/bin/sh\nbroken\nbig:x:99999:1::/:\nworker:x:12:34::/home/w:/bin/sh\nodd:x:a:b::/:\n"
+
+
+@pytest.mark.parametrize(
+    ("user", "found"),
+    [
+        ("root", (0, 0, "root", "/root")),
+        ("worker", (12, 34, "worker", "/home/w")),
+        ("12", (12, 34, "worker", "/home/w")),
+        ("worker:7", (12, 7, "worker", "/home/w")),
+        ("77", (77, 77, "77", "/")),
+        ("77:8", (77, 8, "77", "/")),
+    ],
+)
+def test_users_are_found_by_name_and_number(user: str, found: tuple[int, int, str, str]):
+    assert leader.find_user(PASSWD, user) == found
+
+
+@pytest.mark.parametrize("user", ["nobody", "odd", "big", "65535", "worker:staff", "worker:65535"])
+def test_users_that_cannot_be_had_are_refused(user: str):
+    with pytest.raises(leader.RefusedError, match=r"allowed"):
+        leader.find_user(PASSWD, user)
+
+
+NOTHING = Capabilities(
+    backend="none", isolated=False, network_none=False, network_allowlist=False, fork=False, snapshot=False,
+    disk_limit=False, cpu_limit=False, memory_limit=False, pids_limit=False, images=False, root_directories=False,
+    background=False, users=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "capability"),
+    [
+        ({"image": "a"}, "images"),
+        ({"image": "/a"}, "root_directories"),
+        ({"network": "allowlist"}, "network_allowlist"),
+        ({"cpus": 1.0}, "cpu_limit"),
+        ({"disk_mb": 5}, "disk_limit"),
+        ({"user": "root"}, "users"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_by_name(fields: dict, capability: str):
+    spec = Spec(sandbox="s", **fields)
+    check.capable(Spec(sandbox="s"), NOTHING)
+    with pytest.raises(InvalidRequest, match=f"needs the capability '{capability}', which none has not"):
+        check.capable(spec, NOTHING)
+    check.capable(spec, msgspec.structs.replace(NOTHING, **{capability: True}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cwd": ""}, "cwd is ''"),
+        ({"cwd": "a\0"}, "cwd is"),
+        ({"env": {"GYRE_EXEC": "x"}}, "env has 'GYRE_EXEC'"),
+        ({"user": "-x"}, "user is '-x'"),
+        ({"stdin": bytes((4 << 20) + 1)}, "stdin has"),
+        ({"no_output_timeout_s": 0.0}, "no_output_timeout_s is 0"),
+    ],
+)
+def test_options_of_a_command_are_checked(fields: dict, words: str):
+    with pytest.raises(InvalidRequest, match=words):
+        check.options(ExecRequest(sandbox="s", exec_id="e", command="true", **fields))
+
+
+def test_an_exec_id_stands_for_the_command_and_how_it_runs():
+    plain = commands.digest("a")
+    assert plain == commands.digest("a", Options())
+    different = {commands.digest("a", Options(cwd="/")), commands.digest("a", Options(stdin=b"x")), plain}
+    assert len(different) == 3
+    assert commands.digest("a", Options(env={"A": "1", "B": "2"})) == commands.digest(
+        "a", Options(env={"B": "2", "A": "1"})
+    )
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "x" * 200])
+def test_names_of_images_are_one_file_name(name: str):
+    with pytest.raises(InvalidRequest, match="image is"):
+        check.image_name(name)
+
+
+def test_a_sandbox_with_an_image_has_its_root_and_nothing_of_the_machines():
+    args = jail.image_arguments("m", {})
+    assert args[args.index("--bind") + 2] == "/"
+    assert "--ro-bind" not in args
+    assert args[args.index("--cap-drop") + 1] == "ALL"
+    mounting, tracing, devices, network, modules = 21, 19, 27, 12, 16
+    assert not any(jail.ROOT_CAPABILITIES >> bit & 1 for bit in (mounting, tracing, devices, network, modules, 2))
