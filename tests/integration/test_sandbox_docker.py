@@ -1,15 +1,24 @@
 """What is Docker's own: its engine's habits, images whose commands are root's, and what is left over on it."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import aiodocker
+import msgspec
 import pytest
 from aiodocker.containers import DockerContainer
 
+from opengyre.proto.sandbox import ExecRequest, ExecResult, InfoRequest, NodeInfo, SandboxRef, SandboxSpec
+from opengyre.proto.sandbox_trees import ForkRequest, ForkResult, SnapshotInfo, SnapshotRequest
 from opengyre.sandbox import docker_config, docker_host
+from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, Options, SandboxGone, Spec
 from opengyre.sandbox.docker import Docker
+from opengyre.shared.bus import Bus, call
+from opengyre.shared.settings import SandboxSettings
 from support import both_backends
 from support.both_backends import Box, Node, started
 
@@ -168,3 +177,52 @@ async def test_a_command_of_a_removed_sandbox_leaves_no_record(tmp_path: Path):
         assert list((node.root / "trash").iterdir()) == []
         label = f'{{"label": ["{docker_config.SANDBOX_LABEL}=s", "{docker_config.KEY_LABEL}={node.backend._key}"]}}'
         assert await backend_of(node)._engine.docker.containers.list(all=1, filters=label) == []
+
+
+async def test_the_service_offers_the_engine_over_the_bus_and_finds_its_sandboxes_again(
+    bus: Bus, nats_server, tmp_path: Path
+):
+    environment = {
+        **os.environ,
+        "GYRE_BUS__URL": nats_server.url,
+        "GYRE_STATE_DIR": str(tmp_path / "state"),
+        "GYRE_SANDBOX__NODE": "n8",
+        "GYRE_SANDBOX__BACKEND": "docker",
+        "GYRE_SANDBOX__DOCKER_SOCKET": str(both_backends.SOCKET),
+        "GYRE_SANDBOX__DOCKER_IMAGE": both_backends.IMAGE,
+    }
+    log = (tmp_path / "log").open("ab")
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "opengyre.sandbox"]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    async def ask(verb: str, request: msgspec.Struct, reply: type, target: str = "n8"):
+        return await call(bus, "sandbox", target, verb, request, reply, timeout_s=6, patience_s=60)
+
+    process = start()
+    try:
+        spec = SandboxSpec(sandbox="s", owner="test", image=both_backends.IMAGE)
+        ref = await ask("create", spec, SandboxRef, "any")
+        assert (ref.node, ref.isolated) == ("n8", True)
+        info = await ask("info", InfoRequest(), NodeInfo)
+        assert (info.capabilities.backend, both_backends.IMAGE in info.images) == ("docker", True)
+        request = ExecRequest(sandbox="s", exec_id="e", command="echo x >> count; sleep 3; cat count")
+        running = asyncio.ensure_future(ask("exec", request, ExecResult))
+        await asyncio.sleep(1)
+        process.kill()
+        process.wait(10)
+        process = start()
+        assert (await running).stdout == "x\n"
+        await ask("snapshot", SnapshotRequest(sandbox="s", snapshot="snap"), SnapshotInfo)
+        fork = ForkRequest(snapshot="snap", sandboxes=("f0", "f1"), owner="test")
+        assert [one.sandbox for one in (await ask("fork", fork, ForkResult)).sandboxes] == ["f0", "f1"]
+        done = await ask("exec", ExecRequest(sandbox="f1", exec_id="e", command="cat count"), ExecResult)
+        assert done.stdout == "x\n"
+    finally:
+        process.terminate()
+        process.wait(30)
+        log.close()
+        settings = SandboxSettings(docker_socket=str(both_backends.SOCKET), docker_image=both_backends.IMAGE)
+        ended = await clear(tmp_path / "state", settings)
+    assert sorted(ended) == ["f0", "f1", "s"]
