@@ -15,7 +15,7 @@ from opengyre.sandbox.harbor import Inside, collect, run_tests
 from opengyre.sandbox.verdict import interrupted
 from opengyre.tasks.archives import pack
 from opengyre.tasks.config import resolve
-from opengyre.tasks.convert import environment_of, tests_of
+from opengyre.tasks.convert import environment_of, verifier_of
 from opengyre.tasks.directory import TaskDirectory, TaskStep
 from opengyre.tasks.errors import TaskError
 from opengyre.tasks.rewards import enough, over_steps
@@ -149,7 +149,7 @@ async def _step(
         if error is not None:
             return Outcome(error=error, output=(ran.stdout + ran.stderr)[-2000:])
     await inside.backend.quiet(inside.spec.sandbox)
-    tests = tests_of(task, step, outside)
+    tests = verifier_of(task, step, outside)
     error = await collect(tests, inside)
     if error is not None:
         return Outcome(error=error)

@@ -31,7 +31,7 @@ def environment_of(task: TaskDirectory, outside: Mapping[str, str]) -> TaskEnvir
     )
 
 
-def tests_of(task: TaskDirectory, step: TaskStep, outside: Mapping[str, str]) -> TaskTests:
+def verifier_of(task: TaskDirectory, step: TaskStep, outside: Mapping[str, str]) -> TaskTests:
     """The verifier of one step; raises `TaskError`."""
     verifier = step.verifier
     whole = task.config.verifier
@@ -81,7 +81,7 @@ def spec_of(task: TaskDirectory, outside: Mapping[str, str]) -> TaskSpec:
         task=task.identifier,
         instruction=instruction,
         environment=environment_of(task, outside),
-        tests=tests_of(task, step, outside),
+        tests=verifier_of(task, step, outside),
         time_budget_s=step.agent.timeout_sec or task.config.agent.timeout_sec,
         labels=labels,
     )

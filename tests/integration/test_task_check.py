@@ -1,0 +1,119 @@
+"""`gyre task check` in real sandboxes: what nothing and the solution earn, and what is said where that fails."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from opengyre.cli.main import app
+from opengyre.sandbox import machine
+from support.foreign_tasks import BENCH_TASK, PYTEST_TASK, STEPS_TASK, harbor, real_task, write
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(
+        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
+        reason="needs bubblewrap, and root for images",
+    ),
+]
+
+
+def check(*paths: Path, options: tuple[str, ...] = ("--stand-in", "host"), code: int = 0) -> Any:
+    """The facts that the command prints, or its sentence where it refuses."""
+    done = CliRunner().invoke(app, ["task", "check", *map(str, paths), "--json", *options])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout) if done.stdout else " ".join(done.stderr.split())
+
+
+def test_real_tasks_are_worth_0_and_1_on_every_reward() -> None:
+    facts = check(real_task("simple-task"), real_task("multi-reward"))
+    rewards = {fact["task"]: (fact["nothing"]["rewards"], fact["reference"]["rewards"]) for fact in facts}
+    assert rewards == {
+        "simple-task": ({"reward": 0.0}, {"reward": 1.0}),
+        "multi-reward": ({"correctness": 0.0, "performance": 0.0}, {"correctness": 1.0, "performance": 1.0}),
+    }
+    assert [fact["environment"] for fact in facts] == [
+        "host root in place of ubuntu:24.04, replayed 2 of 2 instructions",
+        "host root in place of ubuntu:24.04, replayed 3 of 3 instructions",
+    ]
+    assert all(fact["ok"] for fact in facts)
+
+
+def test_tasks_of_every_kind_are_checked_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "tasks" / "bench", BENCH_TASK)
+    write(tmp_path / "tasks" / "counts", PYTEST_TASK)
+    write(tmp_path / "tasks" / "steps", STEPS_TASK)
+    facts = {fact["task"]: fact for fact in check(tmp_path / "tasks")}
+    assert list(facts) == ["bench", "org/counts", "steps"]
+    bench, counts, steps = facts.values()
+    # One of two tests passes with nothing done: that is a baseline, not a reward.
+    assert bench["format"] == "terminal-bench-1"
+    assert (bench["nothing"]["rewards"], bench["baseline"], bench["nothing"]["total"]) == ({"reward": 0.0}, 1, 2)
+    assert bench["reference"]["rewards"] == {"reward": 1.0}
+    assert (counts["nothing"]["passed"], counts["reference"]["passed"], counts["reference"]["total"]) == (1, 3, 3)
+    assert counts["environment"].endswith(
+        "in place of python:3.12-slim, replayed 8 of 9 instructions (CMD passed over)"
+    )
+    assert counts["ok"]
+    # A step whose reward is too low ends the task; one that was not reached counts as 0.
+    assert (steps["nothing"]["rewards"], steps["nothing"]["steps"]) == ({"reward": 0.0}, [{"reward": 0.0}])
+    assert (steps["reference"]["rewards"], steps["reference"]["steps"]) == ({"reward": 1.0}, [{"reward": 1.0}] * 2)
+
+
+def test_what_is_wrong_with_a_task_is_said_and_is_no_zero(tmp_path: Path) -> None:
+    late = 'version = "1.0"\n[verifier]\ntimeout_sec = 0.5\n'
+    harbor(tmp_path / "tasks" / "a-late", task_DOT_toml=late, tests__test_DOT_sh="#!/bin/sh\nsleep 30\n")
+    harbor(tmp_path / "tasks" / "b-silent", tests__test_DOT_sh="#!/bin/sh\nexit 0\n")
+    harbor(tmp_path / "tasks" / "c-nan", tests__test_DOT_sh="#!/bin/sh\necho nan > /logs/verifier/reward.txt\n")
+    harbor(tmp_path / "tasks" / "d-generous", tests__test_DOT_sh="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    harbor(tmp_path / "tasks" / "e-weak", solution__solve_DOT_sh="echo 41 > answer\n")
+    harbor(tmp_path / "tasks" / "f-build", environment__Dockerfile="FROM x\nRUN echo so; exit 3\n")
+    harbor(tmp_path / "tasks" / "g-stages", environment__Dockerfile="FROM a AS b\nFROM c\nCOPY --from=b /x /y\n")
+    said = {fact["task"][0]: fact for fact in check(tmp_path / "tasks", code=1)}
+    assert not any(fact["ok"] for fact in said.values())
+    words = {
+        "a": "the verifier ran into its timeout after 0.5 s",
+        "b": "the tests left no reward.json and no reward.txt",
+        "c": "reward.txt is 'nan'; allowed is one finite number",
+        "d": "the solution earns no more than doing nothing",
+        "e": "the solution earns only reward=0",
+        "f": "Dockerfile line 2 (RUN 'echo so; exit 3') failed, exit status 3: so",
+        "g": "cannot be replayed: Dockerfile line 2: a second FROM; allowed is one stage (and 1 more)",
+    }
+    for name, sentence in words.items():
+        assert any(sentence in remark for remark in said[name]["remarks"]), said[name]
+
+
+def test_a_base_that_is_not_here_is_refused_unless_another_may_stand_in(tmp_path: Path) -> None:
+    task = harbor(tmp_path / "task")
+    (fact,) = check(task, options=(), code=1)
+    assert "environment wants the base 'debian:bookworm-slim', which is not on this machine" in fact["remarks"][0]
+    assert "sandbox.stand_in" in fact["remarks"][0]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"task_DOT_toml": "[environment]\ncpus = -1\n"}, "task.toml: environment.cpus is -1"),
+        ({"task_DOT_toml": "x = "}, "task.toml is not valid TOML"),
+        ({"instruction_DOT_md": "\udcff"}, "instruction.md is not UTF-8"),
+    ],
+)
+def test_a_broken_task_is_one_sentence(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    broken = {name: text for name, text in files.items() if "\udcff" not in text}
+    task = harbor(tmp_path / "task", **broken)
+    if not broken:
+        (task / "instruction.md").write_bytes(b"\xff")
+    said = check(task, code=1)
+    assert said.startswith("error: ")
+    assert words in said
+
+
+def test_without_the_stand_ins_a_fetch_fails_and_nothing_is_made_up(tmp_path: Path) -> None:
+    script = "#!/bin/sh\ncurl -s https://astral.sh/uv/install.sh | sh || echo 0 > /logs/verifier/reward.txt\n"
+    task = harbor(tmp_path / "task", tests__test_DOT_sh=script)
+    (fact,) = check(task, options=("--stand-in", "host", "--no-offline"), code=1)
+    assert "left no reward.json" in fact["remarks"][0]
