@@ -1,0 +1,65 @@
+"""A task of others as an episode: its environment, its agent's commands, its tests at the end, in real sandboxes."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from opengyre.cli.task_files import load_tasks
+from opengyre.proto import subjects
+from opengyre.proto.run import Scoring
+from opengyre.proto.service import ServiceStatus
+from opengyre.proto.traj import Ended, Progressed, ToolResult, Verified
+from opengyre.sandbox import machine
+from opengyre.shared.bus import Bucket, Bus
+from support import eventually
+from support.foreign_tasks import BENCH_TASK, harbor, write
+from support.processes import process
+from support.rollout_fakes import Stack, dispatch
+
+pytestmark = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(
+        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
+        reason="needs bubblewrap, and root for images",
+    ),
+]
+
+
+@pytest.fixture
+async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
+    made = Stack(bus, tmp_path, nats_server.url)
+    await made.prepare()
+    with process(made, "sandbox", SANDBOX__STAND_IN="host") as running:
+        async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
+            await eventually(lambda: running.pid in {s.pid for s in services.values.values() if s.ready}, 60)
+        yield made
+
+
+async def test_tasks_of_others_are_solved_and_scored_in_their_environments(stack: Stack, tmp_path: Path) -> None:
+    harbor(tmp_path / "tasks" / "answer")
+    write(tmp_path / "tasks" / "bench", BENCH_TASK)
+    answer, bench = load_tasks(tmp_path / "tasks")
+    assert (answer.task, bench.task) == ("answer", "bench")
+    assert (answer.instruction, answer.time_budget_s) == ("Write 42 into /app/answer.", 20.0)
+    base = dispatch(max_turns=4)
+    alike = Scoring(grading="separate", progress_every=1)
+    async with stack.host("h0", ["pwd", "echo 42 > answer", "done"]).up(), stack.service():
+        for number, task in enumerate((answer, bench)):
+            episode = msgspec.structs.replace(base, execution=f"{base.execution}{number}", task=task, scoring=alike)
+            await stack.submit(episode)
+            await eventually(lambda episode=episode: stack.ended(episode), 60)
+            log = await stack.log(episode)
+            assert [event.output for event in log if isinstance(event, ToolResult)] == ["/app", ""]
+            (verified,) = [event for event in log if isinstance(event, Verified)]
+            assert (verified.infra_error, [(part.name, part.value) for part in verified.parts]) == (
+                None,
+                [("reward", 1.0)],
+            )
+            along = [[part.value for part in event.parts] for event in log if isinstance(event, Progressed)]
+            assert along == [[0.0], [0.0], [1.0]]
+            assert isinstance(log[-1], Ended)
+            assert log[-1].reason == "done"
