@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opengyre.sandbox import images, machine
+from opengyre.sandbox import images, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, Spec
 from support.rootfs import needs_root, rootfs
@@ -339,3 +339,64 @@ async def test_large_files_travel_by_files(node: Bubblewrap, tmp_path: Path) -> 
     await node.write_from("s", "/workspace/large", tmp_path / "in", 0o600)
     await node.read_to("s", "/workspace/large", tmp_path / "out", 64 << 20)
     assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
+
+
+async def test_without_isolation_files_and_background_commands_work_and_the_rest_is_refused(tmp_path: Path) -> None:
+    backend = Bubblewrap(tmp_path / "node", isolated=False)
+    await backend.start()
+    spec = Spec(sandbox="s")
+    try:
+        await backend.create(spec, {})
+        can = backend.capabilities()
+        assert (can.background, can.fork, can.images, can.users, can.disk_limit) == (True, False, False, False, False)
+        source, target = tmp_path / "in.tar", tmp_path / "out.tar"
+        source.write_bytes(tar_of((member("d/a"), b"1")))
+        assert (await backend.put("s", "/workspace/in", source)).entries == 1
+        await backend.spawn(spec, "job", "cat in/d/a; sleep 314 & sleep 315", 60.0, 100)
+        while (await backend.logs("s", "job", "stdout", 0, 10)).data != b"1":
+            assert (await backend.poll("s", "job", 0.02)).running
+        await backend.kill("s", "job")
+        done = (await backend.poll("s", "job")).result
+        assert done is not None
+        assert done.killed_by == "kill"
+        assert not [value for _, value in processes._marked() if value == backend.marker("s")]
+        assert (await backend.get("s", "/workspace", target, 1 << 20)).entries == 3
+        with pytest.raises(InvalidRequest, match="needs the capability 'snapshot'"):
+            await backend.snapshot(spec, "x")
+        with pytest.raises(InvalidRequest, match="needs the capability 'users'"):
+            await backend.exec(spec, "u", "id", 5.0, 100, Options(user="root"))
+        with pytest.raises(InvalidRequest, match="needs the capability 'images'"):
+            await backend.create(Spec(sandbox="i", image="a"), {})
+    finally:
+        await backend.destroy("s")
+        await backend.stop()
+
+
+@needs_root
+async def test_images_survive_a_crash_of_the_service_with_what_was_written(tmp_path: Path, root: Path) -> None:
+    spec = Spec(sandbox="s", image=str(root), disk_mb=32)
+    first = Bubblewrap(tmp_path / "node", image_roots=[root.parent])
+    await first.start()
+    await first.create(spec, {})
+    await Shell(first, spec)("echo written >/kept; rm /var/gone")
+    await first.snapshot(spec, "kept")
+    await first.stop()
+    again = Bubblewrap(tmp_path / "node", image_roots=[root.parent])
+    assert await again.start() == ["s"]
+    try:
+        shell = Shell(again, spec)
+        shell.count = 1
+        assert await shell("cat /kept; ls /var") == "written\nkept\n"
+        assert again.snapshots() == ["kept"]
+        other = Spec(sandbox="f", image=str(root), disk_mb=32)
+        await again.fork("kept", other)
+        assert await Shell(again, other)("cat /kept; ls /var; echo other >/kept") == "written\nkept\n"
+        await again.restore(other, "kept")
+        other_shell = Shell(again, other)
+        other_shell.count = 1
+        assert await other_shell("cat /kept") == "written\n"
+    finally:
+        for name in ("s", "f"):
+            await again.destroy(name)
+        await again.drop("kept")
+        await again.stop()
