@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opengyre.sandbox import docker_config, docker_tar
+from opengyre.sandbox import check, docker_config, docker_tar
 from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, Spec
 from opengyre.sandbox.docker_spool import Begun, overdue
 
@@ -127,3 +127,14 @@ def test_when_a_command_is_overdue(now: float, written: tuple[int, int], grew_at
         digest="", began=0.0, since=0, timeout_s=10.0, limit=1, spool_limit=1000, no_output_timeout_s=3.0, oom_kills=0
     )
     assert overdue(begun, now, written, grew_at) == why
+
+
+@pytest.mark.parametrize("name", ["debian", "python:3.11-slim", "registry.example.org:5000/team/task_1:v1.2"])
+def test_an_image_has_the_names_that_engines_give(name: str):
+    assert check.image_reference(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../b", "a//b", "a/", ".a", "a b", "a/.b", "x" * 300])
+def test_an_image_has_no_name_that_could_be_a_path(name: str):
+    with pytest.raises(InvalidRequest, match="image is"):
+        check.image_reference(name)

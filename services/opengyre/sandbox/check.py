@@ -39,6 +39,15 @@ def image_name(value: str) -> str:
     return value
 
 
+def image_reference(value: str) -> str:
+    """A name that a backend may know an image by: parts as of `image_name`, with slashes between them."""
+    if len(value) > 255:
+        raise InvalidRequest(f"image is {value[:120]!r}...; allowed are 255 characters")
+    for part in value.split("/"):
+        image_name(part)
+    return value
+
+
 def between(field: str, value: float, low: float, high: float) -> None:
     """A number in a range; NaN is in none."""
     if not low <= value <= high:
@@ -92,7 +101,7 @@ def spec(value: SandboxSpec, defaults: Spec) -> tuple[Spec, dict[str, str]]:
 
 def _optional(made: Spec) -> None:
     if made.image is not None and not made.image.startswith("/"):
-        image_name(made.image)
+        image_reference(made.image)
     if made.cpus is not None:
         between("cpus", made.cpus, 0.01, 1024)
     if made.disk_mb is not None:
