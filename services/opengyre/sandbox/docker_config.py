@@ -9,7 +9,7 @@ With one the root can be written to, and the folders are part of it.
 Of an image nothing is needed but ``sh``, ``sleep``, ``cat``, ``head``, ``mkdir``, ``dirname``, ``chmod`` and ``tar``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from opengyre.sandbox import jail
@@ -153,8 +153,3 @@ def environment(spec: Spec, marker: str, exec_marker: str, options: Options) -> 
     if spec.image is None:
         base |= {"PATH": jail.PATH, "HOME": WORKSPACE, "PWD": WORKSPACE, "USER": "agent", "LANG": "C.UTF-8"}
     return {**base, **spec.env, **options.env, "GYRE_SANDBOX": marker, "GYRE_EXEC": exec_marker}
-
-
-def tree_of(spec: Spec) -> Sequence[str]:
-    """The folders that a commit does not hold, as they are named in the archive of a snapshot."""
-    return [folder.lstrip("/") for folder in FOLDERS] if spec.image is None else []

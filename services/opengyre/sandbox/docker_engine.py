@@ -9,7 +9,6 @@ with the exec's end.
 """
 
 import asyncio
-import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -178,8 +177,3 @@ class Engine:
 async def _feed(write: Callable[[bytes], Awaitable[None]], source: Callable[[int], bytes]) -> None:
     while piece := await asyncio.to_thread(source, 1 << 16):
         await write(piece)
-
-
-def no_room(text: str) -> bool:
-    """Whether a program's words say that a folder is full."""
-    return "No space left" in text or errno.errorcode[errno.ENOSPC] in text
