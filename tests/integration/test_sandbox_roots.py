@@ -11,7 +11,7 @@ import pytest
 
 from opengyre.sandbox import images, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
-from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, Spec
+from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, SandboxBusy, Spec
 from support.rootfs import needs_root, rootfs
 
 pytestmark = [
@@ -146,6 +146,8 @@ async def test_images_are_named_and_the_cache_is_bounded(node: Bubblewrap, root:
     spec = Spec(sandbox="i", image="small", disk_mb=8)
     await node.create(spec, {})
     assert await Shell(node, spec)("id -u; echo $FROM_IMAGE; ls") == "1234\nyes\ngone\nkept\n"
+    with pytest.raises(SandboxBusy, match="image 'small' is in use"):
+        node.image_cache.remove("small")
     bounded = images.Images(tmp_path / "cache", int(2.5 * size))
     for name in ("a", "b"):
         bounded.add_archive(name, archive, about)
@@ -400,3 +402,24 @@ async def test_images_survive_a_crash_of_the_service_with_what_was_written(tmp_p
             await again.destroy(name)
         await again.drop("kept")
         await again.stop()
+
+
+@needs_root
+async def test_layers_become_one_image_without_what_they_removed(node: Bubblewrap, root: Path) -> None:
+    spec = Spec(sandbox="s", image=str(root), disk_mb=32)
+    await node.create(spec, {})
+    shell = Shell(node, spec)
+    await shell("rm /var/gone; rm -r /var/kept; mkdir /var/kept; echo 2 >/var/kept/two; ln -s two /var/kept/link")
+    await shell("rm -r /root; echo file >/root; chown 1234:77 /var/kept/two; chmod 4711 /var/kept/two")
+    await node.snapshot(spec, "s")
+    layers = [Path(path) for path in (root, *(tmp for tmp in (node._root / "layers").iterdir() if tmp.is_dir()))]
+    node.image_cache.add_layers("flat", layers, images.Image(size=0))
+    flat = Spec(sandbox="f", image="flat", disk_mb=8)
+    await node.fork("s", Spec(sandbox="g", image=str(root), disk_mb=32))
+    await node.create(flat, {})
+    look = "ls /var /var/kept; cat /root /var/kept/link; stat -c '%u %g %a' /var/kept/two; cat /etc/base"
+    said = await Shell(node, flat)(look)
+    assert "gone" not in said
+    assert "one" not in said.split()
+    assert "1234 77 4711" in said
+    assert said == await Shell(node, Spec(sandbox="g", image=str(root)))(look)

@@ -23,6 +23,8 @@ def rootfs(path: Path) -> Path:
         "mkdir",
         "id",
         "chown",
+        "chmod",
+        "ln",
         "mv",
         "touch",
         "dd",

@@ -55,11 +55,10 @@ class Base(ABC):
         ``image_roots``: where the root directories that a spec may name have to lie.
         """
         self._root = root.resolve()
-        self.image_cache = Images(self._root / "images", image_cache_mb << 20)
+        self.image_cache = Images(self._root / "images", image_cache_mb << 20, self.in_use)
         self._image_roots = [path.resolve() for path in image_roots]
         self._mounts = False
         self._loops = False
-        self._templates: dict[int, Path] = {}
         self._binds = dict(binds or {})
         self._isolated = isolated
         self._own_ids = isolated and os.geteuid() == 0
@@ -82,6 +81,10 @@ class Base(ABC):
     def _groups(self) -> Cgroups:
         assert self._cgroups is not None, "start() makes them"
         return self._cgroups
+
+    @abstractmethod
+    def in_use(self) -> set[str]:
+        """Names of the cached images that a sandbox or a snapshot stands on."""
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...

@@ -11,7 +11,7 @@ import os
 import shutil
 import tarfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -38,9 +38,11 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 class Images:
     """All images below one folder, of at most ``limit`` bytes together."""
 
-    def __init__(self, root: Path, limit: int) -> None:
+    def __init__(self, root: Path, limit: int, in_use: Callable[[], Collection[str]] = frozenset) -> None:
+        """``in_use`` tells the names of those that have to stay."""
         self._root = root
         self._limit = limit
+        self._in_use = in_use
 
     def names(self) -> list[str]:
         """Those that are there."""
@@ -60,7 +62,7 @@ class Images:
         os.utime(folder / "image.json", ns=(now, now))
         return folder / "rootfs", image
 
-    def add_archive(self, name: str, archive: Path, about: Image, in_use: Collection[str] = ()) -> Image:
+    def add_archive(self, name: str, archive: Path, about: Image) -> Image:
         """An image from a tar archive of its root, as ``docker export`` writes it; devices and FIFOs are left out."""
 
         def fill(rootfs: Path) -> None:
@@ -71,18 +73,18 @@ class Images:
             except (tarfile.TarError, EOFError) as error:
                 raise InvalidRequest(f"the archive of image {name!r} cannot be read: {error}") from error
 
-        return self._add(name, fill, about, in_use)
+        return self._add(name, fill, about)
 
-    def add_layers(self, name: str, layers: list[Path], about: Image, in_use: Collection[str] = ()) -> Image:
+    def add_layers(self, name: str, layers: list[Path], about: Image) -> Image:
         """An image from folders, each with only what differs from the one before; the first is whole."""
 
         def fill(rootfs: Path) -> None:
             for layer in layers:
                 _apply(layer, rootfs)
 
-        return self._add(name, fill, about, in_use)
+        return self._add(name, fill, about)
 
-    def _add(self, name: str, fill, about: Image, in_use: Collection[str]) -> Image:
+    def _add(self, name: str, fill: Callable[[Path], None], about: Image) -> Image:
         folder, beside = self._root / image_name(name), self._root / f".{image_name(name)}.{os.getpid()}"
         shutil.rmtree(beside, ignore_errors=True)
         try:
@@ -93,14 +95,15 @@ class Images:
                 raise InvalidRequest(f"image {name!r} holds {image.size} bytes; allowed are {self._limit}")
             save(beside / "image.json", image)
             if folder.exists():
-                self.remove(name, in_use)
-            self._make_room(image.size, in_use)
+                self.remove(name)
+            self._make_room(image.size)
             beside.rename(folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         return image
 
-    def _make_room(self, size: int, in_use: Collection[str]) -> None:
+    def _make_room(self, size: int) -> None:
+        in_use = self._in_use()
         found = []
         for name in self.names():
             record = self._root / name / "image.json"
@@ -116,9 +119,9 @@ class Images:
         if total > self._limit:
             raise SandboxBusy(f"the image cache is full of images in use; allowed are {self._limit} bytes")
 
-    def remove(self, name: str, in_use: Collection[str] = ()) -> bool:
+    def remove(self, name: str) -> bool:
         """Forget an image; False where there is none."""
-        if name in in_use:
+        if name in self._in_use():
             raise SandboxBusy(f"image {name!r} is in use; destroy its sandboxes and snapshots first")
         folder = self._root / image_name(name)
         trash = self._root / f".{name}.{os.getpid()}.gone"

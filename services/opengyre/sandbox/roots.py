@@ -167,7 +167,6 @@ class Roots(Base):
         return self._root / "snapshots" / snapshot
 
     def in_use(self) -> set[str]:
-        """Names of the cached images that a sandbox or a snapshot stands on."""
         bases = {record.base for record in [*self._live.values(), *self._making.values()]}
         bases |= {kept.base for kept in self._all_kept()}
         return {Path(base).parent.name for base in bases if base is not None}
