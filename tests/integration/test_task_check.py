@@ -28,16 +28,28 @@ def check(*paths: Path, options: tuple[str, ...] = ("--stand-in", "host"), code:
     return json.loads(done.stdout) if done.stdout else " ".join(done.stderr.split())
 
 
-def test_real_tasks_are_worth_0_and_1_on_every_reward() -> None:
-    facts = check(real_task("simple-task"), real_task("multi-reward"))
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
+def test_real_tasks_are_worth_0_and_1_on_every_reward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = real_task("simple-task"), real_task("multi-reward")
+    base = "host root"
+    options: tuple[str, ...] = ("--stand-in", "host")
+    if kind == "docker":
+        both_backends = pytest.importorskip("support.both_backends", reason="needs the extra opengyre[docker]")
+        if why := both_backends.missing("docker"):
+            pytest.skip(why)
+        monkeypatch.setenv("GYRE_SANDBOX__DOCKER_SOCKET", str(both_backends.SOCKET))
+        monkeypatch.setenv("GYRE_SANDBOX__DOCKER_IMAGE", both_backends.IMAGE)
+        base = f"image {both_backends.IMAGE}"
+        options = ("--backend", "docker", "--stand-in", both_backends.IMAGE)
+    facts = check(*tasks, options=options)
     rewards = {fact["task"]: (fact["nothing"]["rewards"], fact["reference"]["rewards"]) for fact in facts}
     assert rewards == {
         "simple-task": ({"reward": 0.0}, {"reward": 1.0}),
         "multi-reward": ({"correctness": 0.0, "performance": 0.0}, {"correctness": 1.0, "performance": 1.0}),
     }
     assert [fact["environment"] for fact in facts] == [
-        "host root in place of ubuntu:24.04, replayed 2 of 2 instructions",
-        "host root in place of ubuntu:24.04, replayed 3 of 3 instructions",
+        f"{base} in place of ubuntu:24.04, replayed 2 of 2 instructions",
+        f"{base} in place of ubuntu:24.04, replayed 3 of 3 instructions",
     ]
     assert all(fact["ok"] for fact in facts)
 

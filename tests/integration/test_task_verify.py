@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -199,7 +199,15 @@ async def test_a_separate_evaluation_leaves_the_agents_sandbox_as_it_was(box: Bo
     assert box.backend.snapshots() == []
 
 
-async def test_an_environment_is_made_once_and_begun_with_again(box: Box) -> None:
+async def test_an_environment_is_made_once_and_begun_with_again(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    builders = []
+    create = box.backend.create
+
+    async def counted(spec: Spec, files: Mapping[str, str]) -> None:
+        builders.append(spec.sandbox)
+        await create(spec, files)
+
+    monkeypatch.setattr(box.backend, "create", counted)
     dockerfile = "FROM debian\nWORKDIR /app\nRUN head -c 16 /dev/urandom | base64 > made\n"
     await asyncio.gather(*(box.create(name, dockerfile) for name in ("s", "t", "u")))
     made = [(await box.run("cat made; echo x >> made", name)).stdout for name in ("s", "t", "u")]
@@ -207,6 +215,7 @@ async def test_an_environment_is_made_once_and_begun_with_again(box: Box) -> Non
     assert len(box.backend.snapshots()) == 1
     await box.create("w", dockerfile)
     assert (await box.run("cat made", "w")).stdout == made[0]
+    assert len(builders) == 1
 
 
 async def test_a_failed_environment_leaves_nothing_and_names_its_line(box: Box) -> None:
