@@ -13,7 +13,8 @@ import aiodocker
 import aiohttp
 import pytest
 
-from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxRef, SandboxSpec
+from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxRef, SandboxSpec, VerifyRequest
+from opengyre.proto.task import Check
 from opengyre.sandbox import docker_config, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import Options, SandboxGone, Spec
@@ -154,3 +155,10 @@ async def started(kind: str, root: Path) -> AsyncIterator[Node]:
 
 
 needs = {kind: pytest.mark.skipif(bool(why := missing(kind)), reason=str(why)) for kind in ("bubblewrap", "docker")}
+BOTH = [pytest.param(kind, marks=marks, id=kind) for kind, marks in needs.items()]
+
+
+def checks(name: str, sandbox: str, mode: str, *commands: str) -> VerifyRequest:
+    """A request to run these commands as checks."""
+    made = tuple(Check(name=f"c{n}", command=text, weight=1.0) for n, text in enumerate(commands))
+    return VerifyRequest(sandbox=sandbox, verify_id=name, checks=made, mode=mode)  # type: ignore[arg-type]  # one of the modes
