@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from opengyre.proto.sandbox import RenewRequest
-from opengyre.sandbox.core import InvalidRequest, OutputLimit, SandboxError, SandboxGone, Spec
+from opengyre.sandbox.bubblewrap import Bubblewrap
+from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, SandboxError, SandboxGone, Spec
 from support import eventually
+from support.rootfs import needs_root, rootfs
 from support.sandboxes import PYTHON, Node, names_of_tests, needs_python, needs_sandboxes, node
 
 pytestmark = [pytest.mark.sandbox, needs_sandboxes]
@@ -31,7 +33,11 @@ TRIED = {
     ),
     "reach the machine's sockets": ("test_abuse_no_socket_of_the_machine_is_reached",),
     "reach another sandbox": ("test_abuse_another_sandbox_is_not_seen",),
-    "mount, mknod, ptrace, kill outside": ("test_abuse_that_must_fail", "test_abuse_no_system_call_leads_out"),
+    "mount, mknod, ptrace, kill outside": (
+        "test_abuse_that_must_fail",
+        "test_abuse_no_system_call_leads_out",
+        "test_abuse_root_of_an_image_gets_nothing_of_the_machine",
+    ),
     "network": ("test_abuse_network_is_none_but_loopback_works", "test_abuse_no_socket_of_the_machine_is_reached"),
     "symlinks and .. in paths and archives": (
         "test_abuse_no_path_leads_out",
@@ -112,7 +118,6 @@ attempt("bind mount", c("mount", b"/usr", b"/tmp", None, ctypes.c_ulong(4096), N
 attempt("remount writable", c("mount", None, b"/", None, ctypes.c_ulong(32 | 4096), None))
 attempt("umount", c("umount2", b"/workspace", 2))
 attempt("pivot_root", sys_(155, b"/tmp", b"/tmp"))
-attempt("chroot", lambda: os.chroot("/tmp"))
 attempt("fsopen", sys_(430, b"tmpfs", 0))
 attempt("open_tree", sys_(428, -100, b"/", 1))
 for name, flag in {"user": 0x10000000, "mnt": 0x20000, "net": 0x40000000, "pid": 0x20000000}.items():
@@ -173,6 +178,7 @@ def address():
         if number:
             raise OSError(-number, os.strerror(-number))
 attempt("add an address", address)
+attempt("chroot", lambda: os.chroot("/tmp"))  # the last: nothing else is where it was
 print(json.dumps({"done": done, "refused": refused}))
 """
 
@@ -183,6 +189,68 @@ async def test_abuse_no_system_call_leads_out(box: Node) -> None:
     assert found["done"] == ["control: getpid", "control: fifo"], "all others were to fail"
     assert len(found["refused"]) > 50
     assert (await box.run("echo ok")).stdout == "ok\n"
+
+
+ROOT_MAY = {
+    # In its own user namespace and on its own copy of the root; the first process is its own as well.
+    "ptrace the first process", "memory of the first process", "root of the first process", "chown", "chroot",
+    "descriptors of the first process", "environment of the first process", "limits of the first process",
+    "setuid 0", "setgid 0", "setgroups", "write /usr", "write /etc/passwd",
+    "control: getpid", "control: fifo",
+}  # fmt: skip
+HELD_BY_THE_FIRST = """
+import ctypes, json, os
+libc = ctypes.CDLL(None, use_errno=True)
+first, taken, written = libc.syscall(434, 1, 0), 0, 0
+for number in range(16):
+    fd = libc.syscall(438, first, number, 0)
+    if fd < 0:
+        continue
+    taken += 1
+    try:
+        for _ in range(32):
+            written += os.write(fd, b"x" * (1 << 20))
+    except OSError:
+        pass
+print(json.dumps({"taken": taken, "written": written}))
+"""
+
+
+def held_by(pid: int) -> list[str]:
+    """What a process's descriptors are."""
+    return [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
+LOADER = "/machine/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2 --library-path /machine/lib/x86_64-linux-gnu"
+
+
+@needs_python
+@needs_root
+@pytest.mark.skipif(not LIBRARIES.is_dir(), reason="Python is started by the loader of a Debian on x86-64")
+async def test_abuse_root_of_an_image_gets_nothing_of_the_machine(tmp_path: Path) -> None:
+    """It may trace the first process of its sandbox, and so has what that holds: no file of the machine's."""
+    root = rootfs(tmp_path / "images" / "small")
+    backend = Bubblewrap(tmp_path / "node", binds={"/machine": "/usr"}, image_roots=[root.parent])
+    await backend.start()
+    spec = Spec(sandbox="s", image=str(root), disk_mb=8, memory_mb=64)
+    run = f"PYTHONHOME=/machine {LOADER} /machine/bin/python3 -"
+    try:
+        await backend.create(spec, {})
+        assert not [path for path in held_by(backend._live["s"].pid) if str(tmp_path) in path]
+        for number, (script, arguments) in enumerate(((HELD_BY_THE_FIRST, ""), (SYSTEM_CALLS, str(os.getpid())))):
+            options = Options(stdin=script.encode())
+            done = await backend.exec(spec, f"e{number}", f"{run} {arguments}", 20.0, 65536, options)
+            assert done.exit_code in (0, 137), done.stderr
+            if number == 0:
+                assert done.exit_code == 137 or json.loads(done.stdout)["taken"] >= 3, "it has them"
+            else:
+                assert set(json.loads(done.stdout)["done"]) - ROOT_MAY == set()
+        size = sum(path.stat().st_blocks * 512 for path in (tmp_path / "node").rglob("*") if path.is_file())
+        assert size < 4 << 20, "the machine's disk has nothing of it"
+    finally:
+        await backend.destroy("s")
+        await backend.stop()
 
 
 SOCKETS = """

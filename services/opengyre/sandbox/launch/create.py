@@ -54,7 +54,8 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     go_read, go_write = os.pipe()
     born_read, born_write = os.pipe()
     info_read, info_write = os.pipe()
-    log = os.open(f"{folder}/bwrap.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    # In memory that the sandbox pays for: its first process keeps it, and root of an image can make that one write.
+    log = os.memfd_create("bwrap.log", os.MFD_CLOEXEC)
     child = os.fork()
     if child == 0:
         for fd in (go_write, born_read, info_read):
@@ -66,7 +67,7 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     made.append(os.pidfd_open(child))
     _record(folder, "bwrap.pid", {"pid": child, "started": started})
     if _read_until(born_read, b"\n", deadline) != b"\n":
-        raise CreateError(f"the namespace for the sandbox's users could not be made: {_log(folder)}")
+        raise CreateError(f"the namespace for the sandbox's users could not be made: {_log(log)}")
     base: int | None = request["base"]
     if base is not None:
         for name in ("uid_map", "gid_map"):
@@ -82,10 +83,10 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     try:
         pid = int(json.loads(info)["child-pid"])
     except (ValueError, KeyError) as error:
-        raise CreateError(f"bubblewrap did not start: {_log(folder)}") from error
+        raise CreateError(f"bubblewrap did not start: {_log(log)}") from error
     first_started = kernel.start_time(pid) or 0
     made.append(os.pidfd_open(pid))
-    _wait_ready(pid, first_started, folder, deadline)
+    _wait_ready(pid, first_started, log, deadline)
     _spare(pid)
     # Bubblewrap's own process has nothing more to do: it would only wait for the first process, and take memory.
     _kill(made.pop(0))
@@ -113,9 +114,8 @@ def _record(folder: str, name: str, value: dict) -> None:
     os.rename(f"{folder}/{name}.tmp", f"{folder}/{name}")
 
 
-def _log(folder: str) -> str:
-    with open(f"{folder}/bwrap.log", encoding="utf-8", errors="replace") as file:
-        return file.read(500).strip() or "it said nothing"
+def _log(log: int) -> str:
+    return os.pread(log, 500, 0).decode("utf-8", "replace").strip() or "it said nothing"
 
 
 def _read_until(fd: int, end: bytes, deadline: float) -> bytes:
@@ -132,14 +132,14 @@ def _read_until(fd: int, end: bytes, deadline: float) -> bytes:
     return data
 
 
-def _wait_ready(pid: int, started: int, folder: str, deadline: float) -> None:
+def _wait_ready(pid: int, started: int, log: int, deadline: float) -> None:
     """Wait until the first process is what it shall be: bubblewrap becomes it as its last step.
 
     There is no event for this: a shell in between could say so, but shells set SIGCHLD back to its default.
     """
     while time.monotonic() < deadline:
         if kernel.start_time(pid) != started:
-            raise CreateError(f"bubblewrap could not set the sandbox up: {_log(folder)}")
+            raise CreateError(f"bubblewrap could not set the sandbox up: {_log(log)}")
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             if file.read(len(FIRST)) == FIRST:
                 return
