@@ -81,6 +81,12 @@ async def test_a_share_of_a_processor_is_enforced(node: Node, root: Path) -> Non
     assert sum(throttled) >= 3
 
 
+async def test_a_file_may_be_larger_than_an_output(node: Node, root: Path) -> None:
+    await node.create(SandboxSpec(sandbox="s", owner="o", image=str(root)))
+    done = await run(node, "a", "dd if=/dev/zero of=/big bs=1M count=60; stat -c %s /big")
+    assert done.stdout == f"{60 << 20}\n", done.stderr
+
+
 async def test_an_evaluation_apart_has_the_whole_root(node: Node, root: Path) -> None:
     await node.create(SandboxSpec(sandbox="s", owner="o", image=str(root), disk_mb=32))
     await run(node, "a", "rm /var/gone; echo 5 >/opt-file; chown 1234 /opt-file; sleep 300 &")

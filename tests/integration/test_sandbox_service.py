@@ -248,6 +248,7 @@ async def test_what_a_node_can_do_is_said_and_the_rest_refused(service: Service)
         ({"image": "never-added"}, "allowed are those in the cache"),
         ({"cpus": -1.0}, "cpus is -1"),
         ({"disk_mb": 0}, "disk_mb is 0"),
+        ({"disk_mb": 64}, "disk_mb is 64 without an image"),
         ({"allowed_hosts": ("a.b",)}, "with network = 'allowlist' only"),
         ({"user": "a b"}, "user is 'a b'"),
         ({"workdir": "here"}, "workdir is 'here'"),

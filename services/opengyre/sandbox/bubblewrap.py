@@ -146,6 +146,11 @@ class Bubblewrap(Running, Transfer, Roots):
         self._drop_unused()
 
     async def create(self, spec: Spec, files: Mapping[str, str]) -> None:
+        if spec.image is None and spec.disk_mb is not None:
+            raise InvalidRequest(
+                f"disk_mb is {spec.disk_mb} without an image; allowed is it with one, as /workspace and /tmp have "
+                "workspace_mb without"
+            )
         root = await in_thread(self._root_of, spec) if spec.image is not None else HOST_ROOT
         await self._build(spec, files, root)
 
@@ -183,7 +188,7 @@ class Bubblewrap(Running, Transfer, Roots):
                 args=self._jail(spec, record),
                 data=list(jail.IMAGE_FILES.values()) if record.image else jail.DATA,
                 layers=self._layers_of(record),
-                disk_mb=self._disk_mb(spec),
+                disk_mb=jail.disk_mb(spec),
                 disk=disk,
                 records=None if root.records is None else str(self._layer(root.records)),
                 limits_by=self._groups.joins(sandbox, limits_only=True),
@@ -235,7 +240,7 @@ class Bubblewrap(Running, Transfer, Roots):
         # Beside the payload's there are its first process and, for moments, our helpers.
         self._groups.make(spec.sandbox, spec.memory_mb, spec.pids + 8, spec.cpus)
         if self._isolated:
-            return None, self._disk(home, self._disk_mb(spec)) if record.image else None
+            return None, self._disk(home, jail.disk_mb(spec)) if record.image else None
         base = self._plain(spec.sandbox)
         base.mkdir(mode=0o700)
         for name in ("", "workspace", "tmp", "logs"):

@@ -19,6 +19,7 @@ USER = 1000
 ROOT_CAPABILITIES = sum(1 << bit for bit in (0, 1, 3, 4, 5, 6, 7, 10, 18, 31))
 LOGS_MB = 16
 SHM_MB = 8
+DISK_MB = 1024
 _FIRST = ("sleep", "2147483647")
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC_BINDS = ("alternatives", "ld.so.cache", "ssl/certs", "localtime")
@@ -107,6 +108,11 @@ def environment(env: Mapping[str, str], marker: str, exec_marker: str, home: str
     return {**base, **env, "GYRE_SANDBOX": marker, "GYRE_EXEC": exec_marker}
 
 
+def disk_mb(spec: Spec) -> int:
+    """Size of all that is written to the root of a sandbox with an image, in MiB."""
+    return DISK_MB if spec.disk_mb is None else spec.disk_mb
+
+
 def spool_limit(spec: Spec) -> int:
     """Most bytes of one stream of output, and of any file, in bytes."""
     return max(16, spec.workspace_mb) << 20
@@ -114,7 +120,7 @@ def spool_limit(spec: Spec) -> int:
 
 def limits(spec: Spec, *, memory_by_cgroup: bool) -> dict[str, int]:
     """Resource limits of a command. Processes count per user, and each sandbox has a user of its own."""
-    largest = max(spool_limit(spec), (spec.disk_mb or 0) << 20)
+    largest = spool_limit(spec) if spec.image is None else max(spool_limit(spec), disk_mb(spec) << 20)
     found = {"NPROC": spec.pids, "FSIZE": largest, "CORE": 0, "NOFILE": 1024, "CPU": 24 * 3600}
     if not memory_by_cgroup:
         found["AS"] = spec.memory_mb << 20

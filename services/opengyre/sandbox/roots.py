@@ -20,8 +20,6 @@ from opengyre.sandbox.core import InfraError, InvalidRequest, Spec, unsupported
 from opengyre.sandbox.images import size_of
 from opengyre.sandbox.records import Kept, Processes, load, save
 
-DISK_MB = 1024
-"""Size of what may be written to an image's root, where a spec does not say."""
 MEMORY_DISK_MB = 16
 """Up to this size it is in memory, where that is quicker to make than a file system in a file."""
 MKFS_BOUND_S = 20.0
@@ -70,9 +68,6 @@ class Roots(Base):
             tops = ", ".join(map(str, self._image_roots))
             raise InvalidRequest(f"image is {image[:200]!r}; allowed is a folder below {tops}")
         return str(path)
-
-    def _disk_mb(self, spec: Spec) -> int:
-        return DISK_MB if spec.disk_mb is None else spec.disk_mb
 
     def _layer(self, token: str) -> Path:
         return self._root / "layers" / token

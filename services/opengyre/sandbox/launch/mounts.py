@@ -22,7 +22,6 @@ from opengyre.sandbox.launch import kernel
 POINT = "/run/opengyre"
 ROOT, STORE, MAPPED = f"{POINT}/root", f"{POINT}/store", f"{POINT}/mapped"
 HIDDEN = "/dev/.layer"
-MAX_LAYERS = 64
 
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
