@@ -107,7 +107,7 @@ class SandboxSpec(Record, frozen=True, kw_only=True):
     cpus: float | None = None
     """Processors' worth of time at most; None is not limited."""
     disk_mb: int | None = None
-    """Size of all that is written to its root, in MiB; with ``image`` only; None is 1024 where that is enforced. What the
+    """Size of all that is written to its root, in MiB; with ``image`` only; None is 1024, where enforced. What the
     disk has not taken yet counts as memory: who writes much more than ``memory_mb`` at once may be ended for it."""
     workdir: str | None = None
     """Where commands start, an absolute path; None is ``/workspace``, or the image's own."""
