@@ -169,10 +169,11 @@ class Manager:
             environment=sentence,
         )
         await self._make(sandbox, build)
+        made_one = self._find(spec.sandbox)
         if more_s:  # the lease is from when it can be used
-            sandbox.lease = Lease.begin(_now(), spec.ttl_s, spec.idle_ttl_s)
-            self._save(sandbox)
-        return self._ref(self._find(spec.sandbox))
+            made_one.lease = Lease.begin(_now(), spec.ttl_s, spec.idle_ttl_s)
+            self._save(made_one)
+        return self._ref(made_one)
 
     async def _make(self, sandbox: Held, build: Callable[[], Awaitable[None]]) -> None:
         name = sandbox.spec.sandbox
