@@ -152,11 +152,11 @@ class Calls:
         return {info.sandbox for info in (await self.ask("list", ListRequest(), ListResult)).sandboxes}
 
 
-async def work(calls: Calls, client: int, done: list[str]) -> None:
+async def work(calls: Calls, client: int, done: list[str], stop: asyncio.Event) -> None:
     """What the rollout service does, over and over: each command runs once, whatever dies meanwhile."""
     checks = (Check(name="once", command="[ $(wc -l < count) = 2 ]", weight=1.0),)
     number = 0
-    while True:
+    while not stop.is_set():
         name = f"w{client}-{number}"
         number += 1
         await calls.create(name, ttl_s=60.0)
@@ -221,22 +221,24 @@ async def test_a_service_that_is_killed_200_times_loses_and_leaks_nothing(
         before = first_processes(root)
 
         done: list[str] = []
-        clients = [asyncio.create_task(work(calls, client, done)) for client in range(CLIENTS)]
-        for _ in range(KILLS):
-            await asyncio.sleep(chosen.random() * 0.4)
+        stop = asyncio.Event()
+        clients = [asyncio.create_task(work(calls, client, done, stop)) for client in range(CLIENTS)]
+        for number in range(KILLS):
+            if number % 2:  # while it serves; else while it starts, on a machine that others load
+                await calls.names()
+            await asyncio.sleep(chosen.random() * (0.15 if number % 2 else 0.4))
             await service.kill()
             await service.start()
             for one in clients:
                 assert not one.done(), one.exception()
-        # Those that clients work in go on to their ends.
-        reached = len(done)
-        await eventually(lambda: len(done) >= reached + CLIENTS, 60.0)
-        for one in clients:
-            one.cancel()
-        await asyncio.wait(clients)
+        # What clients have begun goes on to its end, and they remove it.
+        stop.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*clients)
+        assert len(done) >= CLIENTS
 
         # All live ones were taken up, each the same processes, with its background command and its own status.
-        await eventually(lambda: _only(calls, live), 60.0)
+        await eventually(lambda: _only(calls, live), 30.0)
         assert first_processes(root) == before
         for index, name in enumerate(sorted(live)):
             await calls.exec(name, "go", "echo > go")
@@ -272,10 +274,7 @@ async def test_a_service_that_is_killed_200_times_loses_and_leaks_nothing(
 
 
 async def _only(calls: Calls, live: set[str]) -> bool:
-    """Whether no other sandboxes are left: clients that were stopped leave theirs to `destroy`."""
+    """Whether no other sandboxes are left: those of the dead owner go with their leases."""
     found = await calls.names()
     assert live <= found
-    for name in found - live:
-        if name.startswith("w"):
-            await calls.destroy(name)
     return found == live
