@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ from opengyre.proto.sandbox import (
 from opengyre.proto.sandbox_jobs import JobStatus, PollRequest, SpawnRequest
 from opengyre.proto.task import Check
 from opengyre.sandbox.bubblewrap import Bubblewrap
+from opengyre.sandbox.clear import clear
 from opengyre.sandbox.records import Processes, load
 from opengyre.shared.bus import Bus, RpcFailedError, call
 from support import eventually
@@ -197,15 +198,21 @@ def shown(left: list[str]) -> list[str]:
     return found
 
 
+@pytest.fixture
+async def state(tmp_path: Path) -> AsyncIterator[Path]:
+    """Where the service has its state; what a failed test leaves there is ended."""
+    yield tmp_path / "state"
+    await clear(tmp_path / "state")
+
+
 @pytest.mark.slow
 @pytest.mark.sandbox
 @pytest.mark.timeout(600)
 @needs_sandboxes
 async def test_a_service_that_is_killed_200_times_loses_and_leaks_nothing(
-    bus: Bus, nats_server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, nats_server, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = random.Random(SEED)
-    state = tmp_path / "state"
     root = state / "sandbox" / NODE
     calls = Calls(bus)
     live = {f"l{index}" for index in range(LIVE)}
