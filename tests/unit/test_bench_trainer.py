@@ -137,7 +137,7 @@ def test_a_models_state_is_its_keys_and_values_and_their_gradients() -> None:
 def test_all_parts_are_measured_and_shown(capsys) -> None:
     asked = []
 
-    def run(part, way, shape, _model, dtype, _chunk):
+    def run(part, way, shape, model, dtype, chunk, *, lean=False):
         asked.append((part, way, shape.leaves, dtype))
         tokens = shape.unique or shape.prefix + shape.leaves * shape.branch
         return _measured(way, unique_tokens=tokens), {"w": np.ones(2) + (way == "detached")}
