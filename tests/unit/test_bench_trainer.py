@@ -109,7 +109,7 @@ def _measured(way: str = "tree", **changes: float) -> Measured:
 def test_ratios_are_of_flat_and_of_the_ideal() -> None:
     same = bench_trainer_facts.Apart(relative=0.0, cosine=1.0)
     found = bench_trainer_facts.against("x", "m", _measured(), _measured("flat", seconds=8.0), same)
-    assert (found.of_flat, found.of_ideal, found.pairs_of_ideal) == (0.25, 1.0, 1.2)
+    assert (found.of_flat, found.of_ideal, found.cpu_of_ideal, found.pairs_of_ideal) == (0.25, 1.0, 4.0, 1.2)
     assert (found.tree.path_tokens_per_s, found.tree.unique_tokens_per_s) == (200.0, 50.0)
 
 
