@@ -15,6 +15,7 @@ from opengyre.cli.bench_trainer_shapes import NEAR, Shape, pairs, paths
 from opengyre.cli.bench_trainer_view import show
 from opengyre.cli.main import app
 from opengyre.treegrad.forest import build
+from opengyre.treegrad.table import event_tensors
 
 pytestmark = pytest.mark.torch
 LITTLE = Model(hidden=16, layers=2, heads=2, head_dim=8, mlp=24)
@@ -69,6 +70,32 @@ def test_a_detached_prompt_has_the_loss_but_another_gradient() -> None:
     (loss, exact), (same, other) = (_gradient(WAYS[way], shape) for way in ("tree", "detached"))
     assert same == pytest.approx(loss, rel=1e-4)
     assert bench_trainer_facts.apart(other, exact).relative > 0.05
+
+
+def test_a_detached_prompts_gradient_is_that_of_stock_keys_and_values_without_a_graph() -> None:
+    """The reference is a cache of `transformers`, filled without a graph."""
+    from transformers import DynamicCache
+
+    from opengyre.cli.bench_trainer_ways import LOSS, WAYS, model
+
+    shape = PREFIX.times(0.01)
+    net, given = model(LITTLE, 2048, "cpu", torch.float32), paths(shape)
+    parts = []
+    for path in given:
+        tokens = torch.tensor([path.sequence.tokens])
+        cache = DynamicCache(config=net.config)
+        with torch.no_grad():
+            last = net.model(tokens[:, : shape.prefix], past_key_values=cache).last_hidden_state[:, -1:]
+        hidden = net.model(tokens[:, shape.prefix :], past_key_values=cache).last_hidden_state
+        scores = net.lm_head(torch.cat((last, hidden[:, :-1]), 1)).log_softmax(-1)[0]
+        parts.append(scores.gather(-1, tokens[0, shape.prefix :, None])[:, 0])
+    loss, _ = LOSS(torch.cat(parts), event_tensors(build(given), torch.device("cpu"), torch.float32))
+    named = dict(net.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()))
+    apart = bench_trainer_facts.apart(
+        _gradient(WAYS["detached"], shape)[1], {k: g.numpy() for k, g in zip(named, found, strict=True)}
+    )
+    assert apart.relative < 1e-4
 
 
 def test_a_detached_prompt_leaves_the_output_embeddings_gradient_exact() -> None:
