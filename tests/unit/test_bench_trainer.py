@@ -188,6 +188,8 @@ def test_all_parts_are_measured_and_shown(capsys) -> None:
     ("arguments", "sentence"),
     [
         (["--only", "a,x"], "--only names 'x'; allowed: a, b, c, d, e"),
+        (["--only", ","], "--only is empty; allowed: a, b, c, d, e"),
+        (["--chain", "3"], "--chain is 3; allowed are 0 and numbers from 64"),
         (["--device", "tpu"], "--device is 'tpu'; allowed: cpu, cuda"),
         (["--dtype", "int8"], "--dtype is 'int8'; allowed: float32, bfloat16"),
     ],

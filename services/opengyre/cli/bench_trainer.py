@@ -41,6 +41,8 @@ LEAN: Final = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "655
 """glibc gives freed tensors back at once, so that a peak is of what lives, not of where it once lay. It takes time."""
 TRIES: Final = 2
 """Of the short part a."""
+LEAST: Final = 64
+"""Tokens of the longest chain."""
 MEMBERS: Final = (2, 4, 8)
 WIDE = Model(hidden=128, layers=4, heads=4, head_dim=32, mlp=256)
 SMALL = Model(hidden=64, layers=2, heads=2, head_dim=32, mlp=128)
@@ -76,6 +78,10 @@ def trainer(
     for part in wanted:
         if part not in PARTS:
             raise StackError(f"--only names {part!r}; allowed: {', '.join(PARTS)}")
+    if not wanted:
+        raise StackError(f"--only is empty; allowed: {', '.join(PARTS)}")
+    if 0 < chain < LEAST:
+        raise StackError(f"--chain is {chain}; allowed are 0 and numbers from {LEAST}")
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value not in allowed:
             raise StackError(f"--{name} is {value!r}; allowed: {', '.join(allowed)}")
