@@ -140,6 +140,31 @@ def test_a_config_that_cannot_be_used_is_named(llama: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tiny", "llama"])
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_attention_heads", 7), ("num_attention_heads", 0), ("vocab_size", "40"), ("vocab_size", -3)],
+)
+def test_values_at_which_transformers_fails_with_faults_of_its_own_are_refused_by_file(
+    request: pytest.FixtureRequest, kind: str, field: str, value: object
+) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    heads = {"num_key_value_heads": value} if (kind, field) == ("tiny", "num_attention_heads") else {}
+    change(directory, CONFIG_FILE, **{field: value}, **heads)
+    with pytest.raises(ModelDirectoryError) as caught:
+        open_policy(directory)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{directory / CONFIG_FILE}: ")
+    assert "\n" not in sentence
+
+
+def test_a_model_that_no_driver_computes_is_refused_with_its_directory(llama: Path) -> None:
+    change(llama, CONFIG_FILE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    policy = open_policy(llama)
+    with pytest.raises(ModelDirectoryError, match=f"^{llama / CONFIG_FILE}: this model cannot be trained exactly"):
+        policy.driver()
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+@pytest.mark.parametrize(
     "tokenizer",
     [
         {"model": {"type": "BPE", "vocab": {"a": 0, "b": 40}}},

@@ -29,6 +29,8 @@ class Policy:
     vocabulary: int
     context: int
     """Tokens of a sequence at most."""
+    config: str = CONFIG_FILE
+    """The file that describes it, for messages."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter, each once."""
@@ -39,7 +41,7 @@ class Policy:
         try:
             return driver_for(self.model)
         except UndrivableModelError as error:
-            raise ModelDirectoryError(f"{CONFIG_FILE}: this model cannot be trained exactly: {error}") from error
+            raise ModelDirectoryError(f"{self.config}: this model cannot be trained exactly: {error}") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> what the parameter holds: float32, contiguous."""
@@ -69,16 +71,17 @@ class Policy:
 def build(directory: Path) -> Policy:
     """The policy that `config.json` describes, its weights not read. Raises `ModelDirectoryError`."""
     fields = files.read_config(directory)
+    described = str(directory / CONFIG_FILE)
     tiny = files.tiny_config(fields)
     if tiny is not None:
-        policy = Policy(TinyModel(tiny), "tiny", tiny.vocab_size, tiny.max_position_embeddings)
+        policy = Policy(TinyModel(tiny), "tiny", tiny.vocab_size, tiny.max_position_embeddings, described)
     else:
         model = stock.build(directory, fields)
         config: Any = model.config
         for name in ("vocab_size", "max_position_embeddings"):
             if not isinstance(getattr(config, name, None), int):
                 raise ModelDirectoryError(f"{directory / CONFIG_FILE}: {name} is missing; it is a number of tokens")
-        policy = Policy(model, config.model_type, config.vocab_size, config.max_position_embeddings)
+        policy = Policy(model, config.model_type, config.vocab_size, config.max_position_embeddings, described)
     files.check_tokenizer(directory, policy.vocabulary)
     return policy
 

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
+COUNTS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 class ModelDirectoryError(ValueError):
@@ -28,6 +32,10 @@ class TinyConfig:
     eos_token_id: int = 1
 
     def __post_init__(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ModelDirectoryError(f"{CONFIG_FILE}: {name} is {value!r}; allowed are whole numbers from 1")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ModelDirectoryError(
                 f"hidden_size is {self.hidden_size}; it must be a multiple of twice num_attention_heads "
