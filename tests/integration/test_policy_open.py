@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,21 @@ def test_a_llama_that_the_tiny_decoder_would_compute_otherwise_is_not_taken_for_
     assert tiny_config({**fields, "rope_scaling": None}) == CONFIG
 
 
+def test_our_own_config_is_known_again_as_transformers_5_writes_it(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = replace(CONFIG, rope_theta=5000.0)
+    config.save(tiny)
+    AutoConfig.from_pretrained(tiny, local_files_only=True).save_pretrained(tmp_path / "again")
+    fields = json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
+    assert fields["rope_parameters"] == {"rope_theta": 5000.0, "rope_type": "default"}
+    assert "rope_theta" not in fields
+    assert tiny_config(fields) == config
+    for other in ({"rope_type": "linear", "factor": 2.0}, {"partial_rotary_factor": 0.5}, 3):
+        changed = {**fields["rope_parameters"], **other} if isinstance(other, dict) else other
+        assert tiny_config({**fields, "rope_parameters": changed}) is None
+
+
 def refused(directory: Path, sentence: str) -> None:
     with pytest.raises(ModelDirectoryError, match=sentence):
         open_policy(directory)
@@ -123,6 +140,13 @@ def test_a_tensor_that_does_not_fit_is_named(llama: Path) -> None:
     refused(llama, rf"{first} has the shape \(3, 5\)")
     save_file({**tensors, "model.other": torch.zeros(3)}, path)
     refused(llama, r"the tensor model\.other is not one of this model's")
+    save_file({**tensors, first: tensors[first].to(torch.int8)}, path)
+    refused(llama, rf"the tensor {first} is of torch\.int8; allowed are floating-point weights")
+    for value in (math.nan, math.inf):
+        broken = tensors[first].clone()
+        broken[0] = value
+        save_file({**tensors, first: broken}, path)
+        refused(llama, f"the tensor {first} has values that are not finite")
     path.write_bytes(b"none")
     refused(llama, r"model-00001-of-.* is not a safetensors file")
 
@@ -161,6 +185,20 @@ def test_a_model_that_no_driver_computes_is_refused_with_its_directory(llama: Pa
     policy = open_policy(llama)
     with pytest.raises(ModelDirectoryError, match=f"^{llama / CONFIG_FILE}: this model cannot be trained exactly"):
         policy.driver()
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+def test_quantized_weights_and_code_of_a_models_own_are_refused_by_field(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    plain = (directory / CONFIG_FILE).read_text()
+    change(directory, CONFIG_FILE, quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(directory, r"config\.json: quantization_config is set; quantized weights cannot be trained")
+    (directory / CONFIG_FILE).write_text(plain)
+    open_policy(directory)
+    change(directory, CONFIG_FILE, auto_map={"AutoModelForCausalLM": "x.Y"})
+    refused(directory, r"config\.json: auto_map is set; code that comes with a model is not run")
 
 
 @pytest.mark.parametrize("kind", ["tiny", "llama"])

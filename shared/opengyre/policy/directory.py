@@ -12,9 +12,14 @@ from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
-DEFAULTS: Final[dict[str, Any]] = {"rope_scaling": None, "rope_parameters": None, "attention_dropout": 0.0}
+DEFAULTS: Final[dict[str, Any]] = {"rope_scaling": None, "attention_dropout": 0.0}
 """Fields that the tiny decoder does not read, and the values with which it computes the same as the model that the
 config describes."""
+
+UNUSABLE: Final = {
+    "quantization_config": "quantized weights cannot be trained; allowed are weights of float16, bfloat16 or float32",
+    "auto_map": "code that comes with a model is not run; allowed are the families that transformers has",
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,6 +42,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     fields = read_json(directory / CONFIG_FILE)
     if not isinstance(fields.get("model_type"), str):
         raise ModelDirectoryError(f"{directory / CONFIG_FILE}: model_type is missing; it names the model's family")
+    for name, reason in UNUSABLE.items():
+        if fields.get(name) is not None:
+            raise ModelDirectoryError(f"{directory / CONFIG_FILE}: {name} is set; {reason}")
     return fields
 
 

@@ -48,7 +48,8 @@ class Policy:
         return {name: parameter.detach().float().contiguous() for name, parameter in self.parameters().items()}
 
     def fill(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """Take these weights; raises `ModelDirectoryError` naming a tensor of `source` that is missing or differs."""
+        """Take these weights; raises `ModelDirectoryError` naming a tensor of `source` that is missing or of
+        another shape, of whole numbers or not finite."""
         own = self.parameters()
         # Code of others may have stored the tied output embedding as well; the tiny decoder has no name for it.
         repeated = stock.tied(self.model) if self.model_type != "tiny" else {"lm_head.weight"}
@@ -61,6 +62,12 @@ class Policy:
                     f"{source}: the tensor {name} has the shape {tuple(given[name].shape)}; {CONFIG_FILE} needs "
                     f"{tuple(parameter.shape)}"
                 )
+            if not given[name].is_floating_point():
+                raise ModelDirectoryError(
+                    f"{source}: the tensor {name} is of {given[name].dtype}; allowed are floating-point weights"
+                )
+            if not bool(torch.isfinite(given[name].float()).all()):
+                raise ModelDirectoryError(f"{source}: the tensor {name} has values that are not finite")
         if extra := sorted(given.keys() - own.keys()):
             raise ModelDirectoryError(f"{source}: the tensor {extra[0]} is not one of this model's")
         with torch.no_grad():

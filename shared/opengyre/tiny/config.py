@@ -16,6 +16,22 @@ class ModelDirectoryError(ValueError):
     """A model directory that cannot be used; the message names the file or field and what is allowed."""
 
 
+def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """`rope_theta` as transformers writes it since 5.0: in `rope_parameters`. Empty where that is missing."""
+    parameters = fields.get("rope_parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
+        raise ModelDirectoryError(
+            f"{CONFIG_FILE}: rope_parameters is {parameters!r}; the tiny engine needs the rope_type 'default'"
+        )
+    if other := sorted(parameters.keys() - {"rope_type", "rope_theta"}):
+        raise ModelDirectoryError(
+            f"{CONFIG_FILE}: rope_parameters has {other[0]!r}; the tiny engine needs rope_type and rope_theta only"
+        )
+    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
     """A Llama-type decoder with tied embeddings; the defaults make 0.44 M parameters at 512 tokens."""
@@ -86,6 +102,7 @@ class TinyConfig:
                 raise ModelDirectoryError(
                     f"config.json: {name} is {fields.get(name)!r}; the tiny engine needs {allowed!r}"
                 )
+        fields = {**fields, **_rope(fields)}
         try:
             return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
         except KeyError as missing:
