@@ -64,8 +64,8 @@ class Intake:
         content = await self._blobs.get(ready.blob)
         return await asyncio.to_thread(msgspec.json.decode, content, type=tuple[Member, ...])
 
-    async def check(self, ready: GroupReady, *, vocabulary: int, context: int) -> Held | str:
-        """The group with its members, or why it cannot be trained."""
+    async def check(self, ready: GroupReady, *, vocabulary: int, context: int, version: int) -> Held | str:
+        """The group with its members, or why it cannot be trained at the trainer's `version`."""
         try:
             members = await self.members(ready)
         except BlobMissingError as error:
@@ -73,7 +73,7 @@ class Intake:
         except msgspec.DecodeError as error:
             return f"its members cannot be read: {error}"
         held = Held(ready, members)
-        fault = await asyncio.to_thread(fault_of, held, vocabulary=vocabulary, context=context)
+        fault = await asyncio.to_thread(fault_of, held, vocabulary=vocabulary, context=context, version=version)
         return fault if fault is not None else held
 
     async def drop(self, ready: GroupReady, executions: tuple[str, ...], reason: str, version: int) -> None:
