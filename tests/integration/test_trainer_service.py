@@ -32,7 +32,7 @@ from opengyre.shared.lifecycle import Context
 from opengyre.shared.settings import CacheSettings, Settings
 from opengyre.tiny.checkpoint import load_pretrained, save_pretrained
 from opengyre.tiny.model import TinyModel
-from opengyre.trainer import service
+from opengyre.trainer import intake, service
 from opengyre.trainer.learner import Learner
 from opengyre.trainer.service import Trainer
 from opengyre.trainer.store import Store
@@ -241,6 +241,39 @@ async def test_a_damaged_checkpoint_is_waited_for_by_name_and_does_not_end_the_t
         assert str(path) in context.missing
         path.write_bytes(whole)
         await until(lambda: context.missing is None)
+
+
+async def test_a_damaged_checkpoint_of_an_ended_run_does_not_end_the_trainer(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "LOOK_S", 0.1)
+    spec = await start_run(bus, model)
+    async with trainer(bus, blobs, tmp_path, "t0") as context:
+        await until(lambda: context.missing is None)
+    path = tmp_path / "state" / "trainer" / RUN / "v000000" / "record.json"
+    whole = path.read_bytes()
+    path.write_bytes(b"none")
+    await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, msgspec.structs.replace(spec, state="stopped"))
+    await offer(bus, ready(0))
+    asked = asyncio.Event()
+    latest = Store.latest
+
+    def looking(store: Store) -> Any:
+        asked_from.call_soon_threadsafe(asked.set)
+        return latest(store)
+
+    asked_from = asyncio.get_running_loop()
+    monkeypatch.setattr(Store, "latest", looking)
+    async with trainer(bus, blobs, tmp_path, "t1"):
+        async with asyncio.timeout(20):
+            await asked.wait()
+        path.write_bytes(whole)
+
+        async def left() -> bool:
+            consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
+            return [(event.group, event.reason) for event in consumed] == [("r-g000000", "run_stopped")]
+
+        await until(left)
 
 
 class CrashError(Exception):

@@ -21,7 +21,7 @@ from opengyre.shared.bus import Bucket, Bus, Delivery, Puller
 from opengyre.trainer import figures
 from opengyre.trainer.books import Held, fault_of
 from opengyre.trainer.frontier import Frontier
-from opengyre.trainer.store import Record
+from opengyre.trainer.store import CheckpointError, Record
 
 log = logging.getLogger("gyre.trainer")
 
@@ -93,7 +93,13 @@ class Intake:
     async def settle(self, delivery: Delivery, ready: GroupReady) -> None:
         """A group of a run that is not trained now: it waits, or leaves training if its run has ended."""
         found = await self._runs.get(ready.run)
-        record = await self._last_commit(ready.run)
+        try:
+            record = await self._last_commit(ready.run)
+        except CheckpointError as error:
+            # What was consumed of it is not known; and another run's checkpoint must not stop the one that is trained.
+            log.error("group %s waits: %s", ready.group, error)  # noqa: TRY400 - a known fault
+            await delivery.retry(LOOK_S)
+            return
         if found is None:
             await delivery.reject(f"there is no run {ready.run}")
         elif found[0].state == "active" and not (record is not None and record.finished):
