@@ -142,13 +142,48 @@ async def test_without_a_stack_or_a_gateway_one_sentence_says_so(gyre: Gyre, tmp
     assert done.stderr.count("\n") == 1
 
 
+def write_model(directory: Path) -> None:
+    """What a dry run looks at of a policy, with no weights to speak of."""
+    directory.mkdir(exist_ok=True)
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
+    (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 7}}}')
+
+
 def write_recipe(folder: Path, tasks: str = 'generator = "shelltasks"\ncount = 6\nseed = 3') -> Path:
-    (folder / "model").mkdir(exist_ok=True)
+    write_model(folder / "model")
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f'[run]\nrun = "shell"\nmodel = "model"\nupdates = 2\n[run.dispatch]\nbatch_groups = 2\n[tasks]\n{tasks}\n'
     )
     return recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("config.json", None, "config.json does not exist"),
+        ("config.json", b"{", "config.json is not readable JSON"),
+        ("config.json", b'{"model_type": "llama", "vocab_size": "8"}', "vocab_size is '8'; allowed are whole numbers"),
+        ("config.json", b'{"model_type": "llama", "vocab_size": 7}', "the tokenizer has the id 7"),
+        ("model.safetensors", None, "model.safetensors does not exist"),
+        ("model.safetensors", b"none", "model.safetensors is not a safetensors file"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"{}x", "model.safetensors has 11 bytes; its header says 10"),
+        ("tokenizer.json", None, "tokenizer.json does not exist"),
+        ("tokenizer.json", b"[]", "tokenizer.json holds a list"),
+    ],
+)
+def test_a_dry_run_refuses_a_model_directory_that_cannot_be_used(
+    tmp_path: Path, name: str, content: bytes | None, sentence: str
+) -> None:
+    recipe = write_recipe(tmp_path)
+    path = tmp_path / "model" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    done = CliRunner().invoke(app, ["run", str(recipe), "--dry-run"])
+    assert done.exit_code == 1
+    assert f"{recipe}: run.model cannot be used: " in str(done.exception)
+    assert sentence in str(done.exception)
 
 
 async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
@@ -177,6 +212,45 @@ async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus
     async with asyncio.timeout(20):
         updates = await following
     assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
+
+
+async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    facts = await gyre.json("run", str(recipe), "--dry-run")
+    assert (facts["tasks"], facts["groups"], facts["groups_needed"]) == (6, 6, 4)
+    assert facts["run"]["model"] == str(tmp_path / "model")
+    assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "a dry run starts nothing"
+
+    following = asyncio.create_task(gyre.lines("run", str(recipe)))
+    runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
+
+    async def submitted() -> bool:
+        return len(await bus.subjects(subjects.TASKS, subjects.task("shell", "*", "submitted"))) == 6
+
+    await eventually(submitted)
+    for update in (1, 2):
+        event = Committed(
+            run="shell", update=update, attempt="a", version=update, published=True, groups=(), executions=(),
+            staleness=(1,), score=update / 2, gradient_norm=1.0, stats=UpdateStats(),
+        )  # fmt: skip
+        await bus.publish(subjects.update("shell", "committed"), event)
+    found = await runs.get("shell")
+    assert found is not None
+    await runs.update("shell", msgspec.structs.replace(found[0], state="finished"), found[1])
+    async with asyncio.timeout(20):
+        updates = await following
+    assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
+
+
+@pytest.mark.parametrize(("turns", "said"), [(40, True), (4, False)])
+async def test_a_dry_run_says_that_tasks_turns_go_before_the_harness(
+    gyre: Gyre, tmp_path: Path, turns: int, said: bool
+) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text() + f"[run.harness]\nmax_turns = {turns}\n")
+    line = f"6 tasks say max_turns = 4 themselves, which holds for them; run.harness.max_turns = {turns} does not"
+    assert (line in await gyre.shown("run", str(recipe), "--dry-run")) is said
+    assert (await gyre.json("run", str(recipe), "--dry-run"))["own_turns"] == ({"4": 6} if said else {})
 
 
 async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opengyre.policy.directory import INDEX_FILE, TOKENIZER_FILE, tiny_config
+from opengyre.policy.directory import INDEX_FILE, TOKENIZER_FILE, check_directory, tiny_config
 from opengyre.policy.open import build, open_policy, refill
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
@@ -185,6 +185,18 @@ def test_a_model_that_no_driver_computes_is_refused_with_its_directory(llama: Pa
     policy = open_policy(llama)
     with pytest.raises(ModelDirectoryError, match=f"^{llama / CONFIG_FILE}: this model cannot be trained exactly"):
         policy.driver()
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+def test_what_a_look_at_a_directory_refuses_is_what_cannot_be_opened(request: pytest.FixtureRequest, kind: str) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    (directory / TOKENIZER_FILE).write_text('{"model": {"vocab": {"a": 0}}}')
+    check_directory(directory)
+    path = max(directory.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelDirectoryError, match=rf"{path} has \d+ bytes; its header says \d+"):
+        check_directory(directory)
+    refused(directory, f"{path} is not a safetensors file")
 
 
 @pytest.mark.parametrize("kind", ["tiny", "llama"])
