@@ -214,45 +214,6 @@ async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus
     assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
 
 
-async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    facts = await gyre.json("run", str(recipe), "--dry-run")
-    assert (facts["tasks"], facts["groups"], facts["groups_needed"]) == (6, 6, 4)
-    assert facts["run"]["model"] == str(tmp_path / "model")
-    assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "a dry run starts nothing"
-
-    following = asyncio.create_task(gyre.lines("run", str(recipe)))
-    runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
-
-    async def submitted() -> bool:
-        return len(await bus.subjects(subjects.TASKS, subjects.task("shell", "*", "submitted"))) == 6
-
-    await eventually(submitted)
-    for update in (1, 2):
-        event = Committed(
-            run="shell", update=update, attempt="a", version=update, published=True, groups=(), executions=(),
-            staleness=(1,), score=update / 2, gradient_norm=1.0, stats=UpdateStats(),
-        )  # fmt: skip
-        await bus.publish(subjects.update("shell", "committed"), event)
-    found = await runs.get("shell")
-    assert found is not None
-    await runs.update("shell", msgspec.structs.replace(found[0], state="finished"), found[1])
-    async with asyncio.timeout(20):
-        updates = await following
-    assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
-
-
-@pytest.mark.parametrize(("turns", "said"), [(40, True), (4, False)])
-async def test_a_dry_run_says_that_tasks_turns_go_before_the_harness(
-    gyre: Gyre, tmp_path: Path, turns: int, said: bool
-) -> None:
-    recipe = write_recipe(tmp_path)
-    recipe.write_text(recipe.read_text() + f"[run.harness]\nmax_turns = {turns}\n")
-    line = f"6 tasks say max_turns = 4 themselves, which holds for them; run.harness.max_turns = {turns} does not"
-    assert (line in await gyre.shown("run", str(recipe), "--dry-run")) is said
-    assert (await gyre.json("run", str(recipe), "--dry-run"))["own_turns"] == ({"4": 6} if said else {})
-
-
 async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: Path) -> None:
     report = await gyre.json("run", str(write_recipe(tmp_path)), "--no-follow")
     assert (report["spec"]["run"], report["spec"]["state"]) == ("shell", "active")
