@@ -16,7 +16,9 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from typer.testing import CliRunner
 
+from opengyre.cli.main import app
 from opengyre.cli.stack import StackError
 from opengyre.cli.trajectory import tree
 from opengyre.proto import subjects
@@ -181,6 +183,14 @@ async def test_our_own_stream_is_a_format(gyre: Gyre, recorded: dict[str, list[T
 )
 async def test_what_cannot_be_exported_is_a_sentence(gyre: Gyre, arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in await gyre.refused("trajectory", *arguments)
+
+
+def test_an_export_says_that_its_out_is_required() -> None:
+    result = CliRunner().invoke(app, ["trajectory", "export", "--run", "demo"], env={"TERM": "dumb", "COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "Missing option '--out'" in result.output
+    shown = CliRunner().invoke(app, ["trajectory", "export", "--help"], env={"TERM": "dumb", "COLUMNS": "200"}).output
+    assert "[required]" in next(line for line in shown.splitlines() if "--out" in line and "File" in line)
 
 
 def refused(path: Path, **options: Any) -> str:

@@ -142,13 +142,48 @@ async def test_without_a_stack_or_a_gateway_one_sentence_says_so(gyre: Gyre, tmp
     assert done.stderr.count("\n") == 1
 
 
+def write_model(directory: Path) -> None:
+    """What a dry run looks at of a policy, with no weights to speak of."""
+    directory.mkdir(exist_ok=True)
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
+    (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 7}}}')
+
+
 def write_recipe(folder: Path, tasks: str = 'generator = "shelltasks"\ncount = 6\nseed = 3') -> Path:
-    (folder / "model").mkdir(exist_ok=True)
+    write_model(folder / "model")
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f'[run]\nrun = "shell"\nmodel = "model"\nupdates = 2\n[run.dispatch]\nbatch_groups = 2\n[tasks]\n{tasks}\n'
     )
     return recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("config.json", None, "config.json does not exist"),
+        ("config.json", b"{", "config.json is not readable JSON"),
+        ("config.json", b'{"model_type": "llama", "vocab_size": "8"}', "vocab_size is '8'; allowed are whole numbers"),
+        ("config.json", b'{"model_type": "llama", "vocab_size": 7}', "the tokenizer has the id 7"),
+        ("model.safetensors", None, "model.safetensors does not exist"),
+        ("model.safetensors", b"none", "model.safetensors is not a safetensors file"),
+        ("model.safetensors", b"\x02" + bytes(7) + b"{}x", "model.safetensors has 11 bytes; its header says 10"),
+        ("tokenizer.json", None, "tokenizer.json does not exist"),
+        ("tokenizer.json", b"[]", "tokenizer.json holds a list"),
+    ],
+)
+def test_a_dry_run_refuses_a_model_directory_that_cannot_be_used(
+    tmp_path: Path, name: str, content: bytes | None, sentence: str
+) -> None:
+    recipe = write_recipe(tmp_path)
+    path = tmp_path / "model" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    done = CliRunner().invoke(app, ["run", str(recipe), "--dry-run"])
+    assert done.exit_code == 1
+    assert f"{recipe}: run.model cannot be used: " in str(done.exception)
+    assert sentence in str(done.exception)
 
 
 async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:

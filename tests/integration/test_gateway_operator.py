@@ -206,6 +206,13 @@ async def test_a_run_is_stopped_once_and_stays_so(gyre: Gyre, bus: Bus) -> None:
     assert (await spec_of(bus)).dispatch.phi == 0.5
 
 
+async def test_stopping_a_run_says_that_its_live_executions_go_on(gyre: Gyre, bus: Bus) -> None:
+    async with FakeAllocator("demo").answering(bus):
+        said = await gyre.shown("run", "stop", "demo")
+    assert "run demo is stopped after update 0" in said
+    assert "16 executions go on to their end" in said
+
+
 async def test_a_cell_that_is_in_no_pool_is_refused_by_name(gyre: Gyre, bus: Bus) -> None:
     async with FakeAllocator("demo").answering(bus) as allocator:
         for wish in ("drain", "resume", "cordon"):

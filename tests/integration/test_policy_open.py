@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opengyre.policy.directory import INDEX_FILE, TOKENIZER_FILE, tiny_config
+from opengyre.policy.directory import INDEX_FILE, TOKENIZER_FILE, check_directory, tiny_config
 from opengyre.policy.open import build, open_policy, refill
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
@@ -96,6 +98,21 @@ def test_a_llama_that_the_tiny_decoder_would_compute_otherwise_is_not_taken_for_
     assert tiny_config({**fields, "rope_scaling": None}) == CONFIG
 
 
+def test_our_own_config_is_known_again_as_transformers_5_writes_it(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = replace(CONFIG, rope_theta=5000.0)
+    config.save(tiny)
+    AutoConfig.from_pretrained(tiny, local_files_only=True).save_pretrained(tmp_path / "again")
+    fields = json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
+    assert fields["rope_parameters"] == {"rope_theta": 5000.0, "rope_type": "default"}
+    assert "rope_theta" not in fields
+    assert tiny_config(fields) == config
+    for other in ({"rope_type": "linear", "factor": 2.0}, {"partial_rotary_factor": 0.5}, 3):
+        changed = {**fields["rope_parameters"], **other} if isinstance(other, dict) else other
+        assert tiny_config({**fields, "rope_parameters": changed}) is None
+
+
 def refused(directory: Path, sentence: str) -> None:
     with pytest.raises(ModelDirectoryError, match=sentence):
         open_policy(directory)
@@ -123,6 +140,13 @@ def test_a_tensor_that_does_not_fit_is_named(llama: Path) -> None:
     refused(llama, rf"{first} has the shape \(3, 5\)")
     save_file({**tensors, "model.other": torch.zeros(3)}, path)
     refused(llama, r"the tensor model\.other is not one of this model's")
+    save_file({**tensors, first: tensors[first].to(torch.int8)}, path)
+    refused(llama, rf"the tensor {first} is of torch\.int8; allowed are floating-point weights")
+    for value in (math.nan, math.inf):
+        broken = tensors[first].clone()
+        broken[0] = value
+        save_file({**tensors, first: broken}, path)
+        refused(llama, f"the tensor {first} has values that are not finite")
     path.write_bytes(b"none")
     refused(llama, r"model-00001-of-.* is not a safetensors file")
 
@@ -136,6 +160,57 @@ def test_a_config_that_cannot_be_used_is_named(llama: Path) -> None:
     refused(llama, r"config\.json holds a list")
     (llama / CONFIG_FILE).write_text("{")
     refused(llama, r"config\.json is not readable JSON")
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_attention_heads", 7), ("num_attention_heads", 0), ("vocab_size", "40"), ("vocab_size", -3)],
+)
+def test_values_at_which_transformers_fails_with_faults_of_its_own_are_refused_by_file(
+    request: pytest.FixtureRequest, kind: str, field: str, value: object
+) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    heads = {"num_key_value_heads": value} if (kind, field) == ("tiny", "num_attention_heads") else {}
+    change(directory, CONFIG_FILE, **{field: value}, **heads)
+    with pytest.raises(ModelDirectoryError) as caught:
+        open_policy(directory)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"{directory / CONFIG_FILE}: ")
+    assert "\n" not in sentence
+
+
+def test_a_model_that_no_driver_computes_is_refused_with_its_directory(llama: Path) -> None:
+    change(llama, CONFIG_FILE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    policy = open_policy(llama)
+    with pytest.raises(ModelDirectoryError, match=f"^{llama / CONFIG_FILE}: this model cannot be trained exactly"):
+        policy.driver()
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+def test_what_a_look_at_a_directory_refuses_is_what_cannot_be_opened(request: pytest.FixtureRequest, kind: str) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    (directory / TOKENIZER_FILE).write_text('{"model": {"vocab": {"a": 0}}}')
+    check_directory(directory)
+    path = max(directory.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelDirectoryError, match=rf"{path} has \d+ bytes; its header says \d+"):
+        check_directory(directory)
+    refused(directory, f"{path} is not a safetensors file")
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama"])
+def test_quantized_weights_and_code_of_a_models_own_are_refused_by_field(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    directory: Path = request.getfixturevalue(kind)
+    plain = (directory / CONFIG_FILE).read_text()
+    change(directory, CONFIG_FILE, quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(directory, r"config\.json: quantization_config is set; quantized weights cannot be trained")
+    (directory / CONFIG_FILE).write_text(plain)
+    open_policy(directory)
+    change(directory, CONFIG_FILE, auto_map={"AutoModelForCausalLM": "x.Y"})
+    refused(directory, r"config\.json: auto_map is set; code that comes with a model is not run")
 
 
 @pytest.mark.parametrize("kind", ["tiny", "llama"])

@@ -32,6 +32,7 @@ from opengyre.shared.lifecycle import Context
 from opengyre.shared.settings import CacheSettings, Settings
 from opengyre.tiny.checkpoint import load_pretrained, save_pretrained
 from opengyre.tiny.model import TinyModel
+from opengyre.trainer import intake, service
 from opengyre.trainer.learner import Learner
 from opengyre.trainer.service import Trainer
 from opengyre.trainer.store import Store
@@ -219,6 +220,60 @@ async def test_a_model_that_is_not_there_is_waited_for_by_name(bus: Bus, blobs: 
         await until(lambda: any("nowhere" in wait.what for wait in context.waits.report()))
         assert context.missing is not None
         assert "is no directory" in context.missing
+
+
+@pytest.mark.parametrize("name", ["record.json", "config.json", "state"])
+async def test_a_damaged_checkpoint_is_waited_for_by_name_and_does_not_end_the_trainer(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(service, "FILES_S", 0.1)
+    await start_run(bus, model)
+    async with trainer(bus, blobs, tmp_path, "t0") as context:
+        await until(lambda: context.missing is None)
+    path = tmp_path / "state" / "trainer" / RUN / "v000000" / name
+    if path.is_dir():
+        path = max(path.glob("*.distcp"))
+    whole = path.read_bytes()
+    path.write_bytes(b"none")
+    async with trainer(bus, blobs, tmp_path, "t1") as context:
+        await until(lambda: any("a usable checkpoint" in wait.what for wait in context.waits.report()))
+        assert context.missing is not None
+        assert str(path) in context.missing
+        path.write_bytes(whole)
+        await until(lambda: context.missing is None)
+
+
+async def test_a_damaged_checkpoint_of_an_ended_run_does_not_end_the_trainer(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "LOOK_S", 0.1)
+    spec = await start_run(bus, model)
+    async with trainer(bus, blobs, tmp_path, "t0") as context:
+        await until(lambda: context.missing is None)
+    path = tmp_path / "state" / "trainer" / RUN / "v000000" / "record.json"
+    whole = path.read_bytes()
+    path.write_bytes(b"none")
+    await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, msgspec.structs.replace(spec, state="stopped"))
+    await offer(bus, ready(0))
+    asked = asyncio.Event()
+    latest = Store.latest
+
+    def looking(store: Store) -> Any:
+        asked_from.call_soon_threadsafe(asked.set)
+        return latest(store)
+
+    asked_from = asyncio.get_running_loop()
+    monkeypatch.setattr(Store, "latest", looking)
+    async with trainer(bus, blobs, tmp_path, "t1"):
+        async with asyncio.timeout(20):
+            await asked.wait()
+        path.write_bytes(whole)
+
+        async def left() -> bool:
+            consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
+            return [(event.group, event.reason) for event in consumed] == [("r-g000000", "run_stopped")]
+
+        await until(left)
 
 
 class CrashError(Exception):

@@ -11,6 +11,8 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from opengyre.host.gradients import TorchLearner
 from opengyre.host.learners import Accumulator
 from opengyre.host.worker import Worker
@@ -27,16 +29,19 @@ Gate = Callable[[int], Awaitable[None]]
 
 
 class Gated(TorchLearner):
-    """Waits at its gate."""
+    """Waits at its gate. Of the group `wild` it computes what overflows, as a fault of its weights or numbers would."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(1)
         self._gate = gate
         self.taken = 0
+        self.wild: str | None = None
 
     async def add(self, item: WorkItem, members: Sequence[Member], into: Accumulator | None, name: str) -> Accumulator:
         self.taken += 1
         await self._gate(self.taken)
+        if item.group.group == self.wild:
+            members = [msgspec.structs.replace(members[0], advantage=1e39), *members[1:]]
         return await super().add(item, members, into, name)
 
 

@@ -15,6 +15,7 @@ from opengyre.cli.bench_trainer_shapes import NEAR, Shape, pairs, paths
 from opengyre.cli.bench_trainer_view import show
 from opengyre.cli.main import app
 from opengyre.treegrad.forest import build
+from opengyre.treegrad.table import event_tensors
 
 pytestmark = pytest.mark.torch
 LITTLE = Model(hidden=16, layers=2, heads=2, head_dim=8, mlp=24)
@@ -71,6 +72,32 @@ def test_a_detached_prompt_has_the_loss_but_another_gradient() -> None:
     assert bench_trainer_facts.apart(other, exact).relative > 0.05
 
 
+def test_a_detached_prompts_gradient_is_that_of_stock_keys_and_values_without_a_graph() -> None:
+    """The reference is a cache of `transformers`, filled without a graph."""
+    from transformers import DynamicCache
+
+    from opengyre.cli.bench_trainer_ways import LOSS, WAYS, model
+
+    shape = PREFIX.times(0.01)
+    net, given = model(LITTLE, 2048, "cpu", torch.float32), paths(shape)
+    parts = []
+    for path in given:
+        tokens = torch.tensor([path.sequence.tokens])
+        cache = DynamicCache(config=net.config)
+        with torch.no_grad():
+            last = net.model(tokens[:, : shape.prefix], past_key_values=cache).last_hidden_state[:, -1:]
+        hidden = net.model(tokens[:, shape.prefix :], past_key_values=cache).last_hidden_state
+        scores = net.lm_head(torch.cat((last, hidden[:, :-1]), 1)).log_softmax(-1)[0]
+        parts.append(scores.gather(-1, tokens[0, shape.prefix :, None])[:, 0])
+    loss, _ = LOSS(torch.cat(parts), event_tensors(build(given), torch.device("cpu"), torch.float32))
+    named = dict(net.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()))
+    apart = bench_trainer_facts.apart(
+        _gradient(WAYS["detached"], shape)[1], {k: g.numpy() for k, g in zip(named, found, strict=True)}
+    )
+    assert apart.relative < 1e-4
+
+
 def test_a_detached_prompt_leaves_the_output_embeddings_gradient_exact() -> None:
     """It needs nothing of the prompt's graph."""
     from opengyre.cli.bench_trainer_ways import WAYS
@@ -109,7 +136,7 @@ def _measured(way: str = "tree", **changes: float) -> Measured:
 def test_ratios_are_of_flat_and_of_the_ideal() -> None:
     same = bench_trainer_facts.Apart(relative=0.0, cosine=1.0)
     found = bench_trainer_facts.against("x", "m", _measured(), _measured("flat", seconds=8.0), same)
-    assert (found.of_flat, found.of_ideal, found.pairs_of_ideal) == (0.25, 1.0, 1.2)
+    assert (found.of_flat, found.of_ideal, found.cpu_of_ideal, found.pairs_of_ideal) == (0.25, 1.0, 4.0, 1.2)
     assert (found.tree.path_tokens_per_s, found.tree.unique_tokens_per_s) == (200.0, 50.0)
 
 
@@ -137,7 +164,7 @@ def test_a_models_state_is_its_keys_and_values_and_their_gradients() -> None:
 def test_all_parts_are_measured_and_shown(capsys) -> None:
     asked = []
 
-    def run(part, way, shape, _model, dtype, _chunk):
+    def run(part, way, shape, model, dtype, chunk, *, lean=False):
         asked.append((part, way, shape.leaves, dtype))
         tokens = shape.unique or shape.prefix + shape.leaves * shape.branch
         return _measured(way, unique_tokens=tokens), {"w": np.ones(2) + (way == "detached")}
@@ -161,6 +188,8 @@ def test_all_parts_are_measured_and_shown(capsys) -> None:
     ("arguments", "sentence"),
     [
         (["--only", "a,x"], "--only names 'x'; allowed: a, b, c, d, e"),
+        (["--only", ","], "--only is empty; allowed: a, b, c, d, e"),
+        (["--chain", "3"], "--chain is 3; allowed are 0 and numbers from 64"),
         (["--device", "tpu"], "--device is 'tpu'; allowed: cpu, cuda"),
         (["--dtype", "int8"], "--dtype is 'int8'; allowed: float32, bfloat16"),
     ],

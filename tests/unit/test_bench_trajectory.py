@@ -9,6 +9,7 @@ from opengyre.cli.bench_trajectory_events import Ids, calls_of, group
 from opengyre.cli.bench_trajectory_load import Shape, execution
 from opengyre.cli.bench_trajectory_tree import shortened
 from opengyre.cli.main import app
+from opengyre.cli.stack import StackError
 from opengyre.trajectory.assemble import assemble
 from opengyre.trajectory.tree import paths
 from opengyre.trees import build
@@ -57,11 +58,15 @@ def test_ours_trains_what_is_to_be_trained_in_every_case() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["--parts", "x"], "--parts names 'x'"), (["--parts", "others", "--other", "x=y"], "--other is 'x=y'")],
+    [
+        (["--parts", "x"], "--parts names 'x'"),
+        (["--parts", "others", "--other", "x=y"], "--other is 'x=y'"),
+        (["--parts", "others", "--other", "verifiers=/nonexistent"], "/nonexistent is no program; allowed is a Python"),
+    ],
 )
 def test_a_wrong_option_is_refused_in_a_sentence(arguments: list[str], sentence: str) -> None:
     result = CliRunner().invoke(app, ["bench", "trajectory", *arguments])
-    assert result.exit_code != 0
+    assert isinstance(result.exception, StackError)
     assert sentence in str(result.exception) + result.output
 
 

@@ -215,3 +215,52 @@ def test_what_cannot_be_read_is_one_sentence(data: bytes, sentence: str) -> None
     with pytest.raises(FormatError, match=sentence) as raised:
         read_tree(Source("log", data), Forest())
     assert "\n" not in str(raised.value)
+
+
+SPOILT = (
+    b'{"request": {"messages": [{"role": "user", "content": "%s"}]}, '
+    b'"response": {"id": "%s", "choices": [{"message": {"role": "assistant", "content": "x"}}]}}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (rb"cut \ud83d", "cut \ufffd"),
+        (rb"\ud83d\ud83d\ude00 \ude00", "\ufffd\U0001f600 \ufffd"),
+        (rb"\ud83d\n \\ud83d", "\ufffd\n \\ud83d"),
+    ],
+)
+def test_a_lone_surrogate_loses_no_line(text: bytes, shown: str) -> None:
+    source = Source("log", SPOILT % (text, b"a") + SPOILT % (b"whole", b"b"))
+    found = read_tree(source, Forest())
+    assert (found.calls, found.warnings) == (2, ())
+    first = next(iter(source.mended().lines()))[1]
+    assert json.loads(first)["request"]["messages"][0]["content"] == shown
+
+
+def test_pairs_and_escaped_backslashes_stay_as_they_are() -> None:
+    data = SPOILT % (rb"\ud83d\uDE00 \\ud83d \\\\ude00", b"a")
+    assert Source("log", data).mended().data == data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        SPOILT % (b"go", b"a"),
+        b'{\n"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": "x"}]\n}',
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_the_log(data: bytes) -> None:
+    found = read_tree(Source("log", b"\xef\xbb\xbf" + data), Forest())
+    assert (found.calls, found.warnings) == (1, ())
+
+
+def test_a_file_in_latin_1_says_that_it_is_not_utf_8() -> None:
+    line = SPOILT % ("é".encode("latin-1"), b"a")
+    with pytest.raises(FormatError, match=r"^it is not UTF-8$"):
+        read_tree(Source("log", line), Forest())
+    with pytest.raises(FormatError, match=r"^it is not UTF-8$"):
+        read_tree(Source("log", b'{\n"messages": [{"role": "user", "content": "\xe9"}]}'), Forest())
+    found = read_tree(Source("log", line + SPOILT % (b"go", b"b")), Forest())
+    assert (found.calls, found.warnings) == (1, ("a line is not UTF-8",))

@@ -1,27 +1,34 @@
 """What is trained of a group, and its figures."""
 
 import random
+from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
 
-from opengyre.host.compute import Work, flat, flat_is_cheaper, forest_of, gradient, tree
-from opengyre.host.gradients import executions_of, figures, items_of, zero_gradients
+from opengyre.host import compute
+from opengyre.host.compute import Found, Work, flat, flat_is_cheaper, forest_of, gradient, tree
+from opengyre.host.engine import make_learner
+from opengyre.host.gradients import TorchLearner, executions_of, figures, items_of, zero_gradients
 from opengyre.host.learners import Accumulator, UntrainableError, plus
-from opengyre.learn.gradient import GradientStats
+from opengyre.learn.gradient import GradientStats, Item
 from opengyre.policy.open import Policy
 from opengyre.policy.stock import build
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest
+from opengyre.shared.settings import HostSettings
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.treegrad.forest import Path as Worth
 from opengyre.treegrad.forest import build as build_forest
+from opengyre.treegrad.split import split
 from support.models import LLAMA, QWEN3
+from support.treegrad import error, float64, make, random_paths
 
 pytestmark = pytest.mark.torch
 
@@ -179,6 +186,36 @@ def test_the_two_ways_of_the_tiny_decoder_agree(settings: Optimization, seed: in
     for figure in ("tokens", "loss", "kl_sum", "clipped_tokens", "entropy_sum", "sequences", "logprob_gap_sum"):
         assert getattr(wide.stats, figure) == pytest.approx(getattr(narrow.stats, figure), rel=1e-4, abs=1e-6)
     assert narrow.unique_tokens == forest.nodes < wide.unique_tokens == sum(len(i.sequence.tokens) for i in task.items)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[1], Optimization(kl=0.1)], ids=["sequence", "kl"])
+def test_a_forest_above_forest_tokens_is_walked_in_parts_that_equal_the_whole(settings: Optimization) -> None:
+    paths = random_paths(random.Random(3), 24, 3)
+    items = [Item(path.sequence, path.advantage, path.weight) for path in paths]
+    task = Work(items, [path.execution for path in paths], settings, 5)
+    forest = forest_of(task)
+    whole, parts, wanted, budget = {}, {}, None, forest.longest() + 4
+    assert len(split(forest, budget)) > 2
+    with float64():
+        one, other = (Policy(make("llama", seed=seed), "llama", 13, 512) for seed in (1, 2))
+        reference = other if settings.kl else None
+        for into, tokens in ((whole, None), (parts, budget)):
+            into.update({name: torch.zeros_like(tensor) for name, tensor in one.parameters().items()})
+            found = tree(one, forest, task, into, reference=reference, forest_tokens=tokens)
+            wanted = wanted or found
+    assert wanted is not None
+    assert error(parts, whole) < 1e-9
+    assert found.unique_tokens > wanted.unique_tokens == forest.nodes
+    assert asdict(found.stats) == pytest.approx(asdict(wanted.stats), rel=1e-9)
+
+
+def test_a_cell_walks_in_parts_what_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "tree", told := Mock(return_value=Found(GradientStats(), 0)))
+    learner = make_learner(HostSettings(forest_tokens=7))
+    assert isinstance(learner, TorchLearner)
+    monkeypatch.setattr(learner, "policy", lambda _: policy("llama"))
+    learner.compute(work(), [member(1.0, 2)], None, "c")
+    assert told.call_args.kwargs["forest_tokens"] == 7
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

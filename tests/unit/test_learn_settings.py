@@ -32,6 +32,22 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"max_age": -1}, "optimization.max_age is -1; allowed are values from 0 to 10000"),
     ({"beta2": 1.0}, "optimization.beta2 is 1.0; allowed are values from 0 to 0.999999"),
     ({"warmup_updates": 9}, "optimization.warmup_updates is 9; allowed are values from 0 to 8"),
+    *(
+        (given, f"optimization.{name} is {given[name]}, but nothing reads it without optimization.{by}; leave it out")
+        for given, name, by in (
+            ({"constant_tokens": 5}, "constant_tokens", "average = constant"),
+            ({"loss": "reinforce", "truncate": 2.0}, "truncate", "loss = clip or truncated"),
+            ({"loss": "sequence", "truncate": 2.0}, "truncate", "loss = clip or truncated"),
+            ({"loss": "truncated", "clip_low": 0.5}, "clip_low", "loss = clip"),
+            ({"loss": "reinforce", "clip_high": 2.0}, "clip_high", "loss = clip"),
+            ({"sequence_low": 0.5}, "sequence_low", "loss = sequence"),
+            ({"sequence_high": 2.0}, "sequence_high", "loss = sequence"),
+            ({"kl_estimator": "k2"}, "kl_estimator", "kl above 0"),
+            ({"optimizer": "adafactor", "beta1": 0.8}, "beta1", "optimizer = adamw"),
+            ({"optimizer": "adafactor", "beta2": 0.8}, "beta2", "optimizer = adamw"),
+            ({"optimizer": "adafactor", "epsilon": 1e-6}, "epsilon", "optimizer = adamw"),
+        )
+    ),
     ({"logprob_gap_alarm": -1.0}, "optimization.logprob_gap_alarm is -1.0; allowed are values from 0 to 1000000"),
 )
 

@@ -152,6 +152,21 @@ def test_staleness_is_measured_and_never_negative() -> None:
         staleness(GROUPS["m1"].ready, 1)
 
 
+def numbers_that_float32_does_not_bear() -> list[tuple[list[Member], str]]:
+    """Each is finite, and makes an infinite loss or gradient, or a negative age."""
+    return [
+        ([member("g-a", advantage=-1e30)], "g-a: advantage is -1e.30; allowed are values from -1000000 to 1000000"),
+        (
+            [spanned(logprobs=(-0.5, -1e30))],
+            "g-a: logprobs has -1e.30 for token 2; allowed are values from -10000",
+        ),
+        ([spanned(weight=1e30)], r"g-a: a span's weight is 1e\+30; allowed are values from 0 to 1000000"),
+        ([spanned(advantage=-1e30)], "g-a: a span's advantage is -1e.30; allowed are values from -1000000 to 1000000"),
+        ([spanned(temperature=1e-30)], "g-a: a span's temperature is 1e-30; allowed are values from 0.01 to 100"),
+        ([spanned(versions=(3, 4))], "g-a: versions has 4; allowed are values from 0 to 3, the trainer's"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("members", "fault"),
     [
@@ -162,21 +177,25 @@ def test_staleness_is_measured_and_never_negative() -> None:
         ([member("g-a", sequences=(Sequence(tokens=(1, -2, 3), spans=(SPAN,)),))], "vocabulary of 16"),
         ([member("g-a", sequences=(Sequence(tokens=(1,) * 9, spans=(SPAN,)),))], "9 tokens; the model takes 8"),
         ([member("g-a", sequences=(Sequence(tokens=(1, 2), spans=(SPAN,)),))], r"a: a span is \[1, 3\)"),
-        ([member("g-a", advantage=math.nan)], "g-a: advantage is nan; allowed are finite values"),
+        ([member("g-a", advantage=math.nan)], "g-a: advantage is nan; allowed are values from -1000000 to 1000000"),
         ([member("g-a", score=math.nan)], "g-a: score is nan; allowed are values from 0 to 1"),
         ([spanned(logprobs=(-0.5,))], "g-a: .* has 1 log-probs and 2 versions; it needs one for each token"),
-        ([spanned(logprobs=(-0.5, math.nan))], "g-a: logprobs has nan for token 2; allowed are finite values up to 0"),
+        (
+            [spanned(logprobs=(-0.5, math.nan))],
+            "g-a: logprobs has nan for token 2; allowed are values from -10000",
+        ),
         ([spanned(logprobs=(-math.inf, -0.5))], "g-a: logprobs has -inf for token 1; allowed"),
         ([spanned(logprobs=(0.9, -0.5))], "g-a: logprobs has 0.9 for token 1; allowed"),
         ([spanned(versions=(1, -1))], "g-a: versions has -1; allowed are values from 0"),
-        ([spanned(temperature=math.inf)], "g-a: a span's temperature is inf; allowed are finite values above 0"),
+        ([spanned(temperature=math.inf)], "g-a: a span's temperature is inf; allowed are values from 0.01 to 100"),
         ([spanned(weight=math.nan)], "g-a: a span's weight is nan; allowed"),
         ([spanned(advantage=math.inf)], "g-a: a span's advantage is inf; allowed"),
+        *numbers_that_float32_does_not_bear(),
     ],
 )
 def test_a_group_that_cannot_be_trained(members: list[Member], fault: str) -> None:
     found = fault_of(
-        Held(GroupReady(run="r", group="g", task="t", version=0), tuple(members)), vocabulary=16, context=8
+        Held(GroupReady(run="r", group="g", task="t", version=0), tuple(members)), vocabulary=16, context=8, version=3
     )
     assert found is not None
     with pytest.raises(AssertionError, match=fault):
@@ -245,6 +264,8 @@ def test_trainer_and_engine_that_disagree_raise_an_alarm() -> None:
 
 def test_a_group_that_can_be_trained() -> None:
     for_all = held("g", 0, member("g-a"), member("g-b", sequences=(), trained_tokens=0), unscored=("g-c",))
-    assert fault_of(for_all, vocabulary=16, context=8) is None
-    assert fault_of(held("g", 0, unscored=("g-c",), late=True), vocabulary=16, context=8) is None
-    assert fault_of(held("h", 0, member("g-a")), vocabulary=16, context=8) == "g-a is not one of its executions"
+    assert fault_of(for_all, vocabulary=16, context=8, version=3) is None
+    assert fault_of(held("g", 0, unscored=("g-c",), late=True), vocabulary=16, context=8, version=3) is None
+    assert (
+        fault_of(held("h", 0, member("g-a")), vocabulary=16, context=8, version=3) == "g-a is not one of its executions"
+    )

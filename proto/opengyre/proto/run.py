@@ -227,8 +227,27 @@ def _standalone_cells(elastic: Elastic) -> tuple[float, float]:
     return (max(1, elastic.min_rollout_cells) if elastic.policy == "coarse" else 0), 10_000
 
 
+def _ignored(o: Optimization) -> str | None:
+    """The first setting that was given and that nothing reads beside the others, in a sentence."""
+    uses = (
+        (("constant_tokens",), o.average == "constant", "optimization.average = constant"),
+        (("truncate",), o.loss in ("clip", "truncated"), "optimization.loss = clip or truncated"),
+        (("clip_low", "clip_high"), o.loss == "clip", "optimization.loss = clip"),
+        (("sequence_low", "sequence_high"), o.loss == "sequence", "optimization.loss = sequence"),
+        (("kl_estimator",), o.kl > 0, "optimization.kl above 0"),
+        (("beta1", "beta2", "epsilon"), o.optimizer == "adamw", "optimization.optimizer = adamw"),
+    )
+    default = Optimization()
+    for names, used, by in uses:
+        for name in names:
+            if not used and getattr(o, name) != getattr(default, name):
+                return f"optimization.{name} is {getattr(o, name)}, but nothing reads it without {by}; leave it out"
+    return None
+
+
 def validate(spec: RunSpec) -> RunSpec:
-    """Return `spec` if every field is in its range, else raise `InvalidRunError` naming the first that is not."""
+    """Return `spec` if every field is in its range and read by what is chosen beside it, else raise `InvalidRunError`
+    naming the first that is not."""
     d, h, o, e = spec.dispatch, spec.harness, spec.optimization, spec.elastic
     ranges: tuple[tuple[str, float, float, float], ...] = (
         ("dispatch.phi", d.phi, 0, 64),
@@ -297,6 +316,8 @@ def validate(spec: RunSpec) -> RunSpec:
         raise InvalidRunError(
             "optimization.constant_tokens is not set; optimization.average = constant needs it, from 1"
         )
+    if (ignored := _ignored(o)) is not None:
+        raise InvalidRunError(ignored)
     if o.schedule != "constant" and spec.updates is None:
         raise InvalidRunError(f"updates is not set; optimization.schedule {o.schedule} needs it, since it ends there")
     depth = (d.phi + d.mu) * d.batch_groups

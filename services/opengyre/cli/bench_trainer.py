@@ -10,10 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -38,6 +37,12 @@ PARTS: Final = {
 DEVICES: Final = ("cpu", "cuda")
 DTYPES: Final = ("float32", "bfloat16")
 CHAIN: Final = {"cpu": 65_536, "cuda": 262_144}
+LEAN: Final = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""glibc gives freed tensors back at once, so that a peak is of what lives, not of where it once lay. It takes time."""
+TRIES: Final = 2
+"""Of the short part a."""
+LEAST: Final = 64
+"""Tokens of the longest chain."""
 MEMBERS: Final = (2, 4, 8)
 WIDE = Model(hidden=128, layers=4, heads=4, head_dim=32, mlp=256)
 SMALL = Model(hidden=64, layers=2, heads=2, head_dim=32, mlp=128)
@@ -73,6 +78,10 @@ def trainer(
     for part in wanted:
         if part not in PARTS:
             raise StackError(f"--only names {part!r}; allowed: {', '.join(PARTS)}")
+    if not wanted:
+        raise StackError(f"--only is empty; allowed: {', '.join(PARTS)}")
+    if 0 < chain < LEAST:
+        raise StackError(f"--chain is {chain}; allowed are 0 and numbers from {LEAST}")
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
         if value not in allowed:
             raise StackError(f"--{name} is {value!r}; allowed: {', '.join(allowed)}")
@@ -105,8 +114,12 @@ class Setting:
     chain: int
 
 
-Run = Callable[[str, str, Shape, Model, str, int], tuple[Measured, facts.Arrays]]
-"""`(part, way, shape, model, dtype, chunk)` -> what was measured, and the gradient."""
+class Run(Protocol):
+    """Measures one way: what was measured, and the gradient. `lean`: for the sake of its memory."""
+
+    def __call__(
+        self, part: str, way: str, shape: Shape, model: Model, dtype: str, chunk: int, *, lean: bool = False
+    ) -> tuple[Measured, facts.Arrays]: ...
 
 
 def measure(wanted: list[str], setting: Setting, run: Run) -> facts.Facts:
@@ -118,7 +131,7 @@ def measure(wanted: list[str], setting: Setting, run: Run) -> facts.Facts:
     change = msgspec.structs.replace
     if "a" in wanted:
         shape = PREFIX.times(setting.scale)
-        found = change(found, prefix=tuple(_against("a", shape, model, setting, run) for model in (WIDE, THIN)))
+        found = change(found, prefix=tuple(_against("a", shape, model, setting, run, TRIES) for model in (WIDE, THIN)))
     if "b" in wanted:
         found = change(found, chain=_chain(setting, run))
     if "c" in wanted:
@@ -130,29 +143,32 @@ def measure(wanted: list[str], setting: Setting, run: Run) -> facts.Facts:
     return change(found, seconds=round(time.monotonic() - began, 1))
 
 
-def _against(part: str, shape: Shape, model: Model, setting: Setting, run: Run) -> facts.Against:
-    tree, mine = run(part, "tree", shape, model, setting.dtype, setting.chunk)
-    flat, wanted = run(part, "flat", shape, model, setting.dtype, setting.chunk)
+def _against(part: str, shape: Shape, model: Model, setting: Setting, run: Run, tries: int = 1) -> facts.Against:
+    """Of `tries` in turns, the fastest of each way."""
+    trees, flats = [], []
+    for _ in range(tries):
+        trees.append(run(part, "tree", shape, model, setting.dtype, setting.chunk))
+        flats.append(run(part, "flat", shape, model, setting.dtype, setting.chunk))
+    (tree, mine), (flat, wanted) = (min(found, key=lambda one: one[0].seconds) for found in (trees, flats))
     return facts.against(part, model.text(), tree, flat, facts.apart(mine, wanted))
 
 
 def _chain(setting: Setting, run: Run) -> facts.Chain:
-    shorter = [Shape("chain", unique=setting.chain // part) for part in (4, 2)]
-    trees = [run("b", "tree", shape, SMALL, setting.dtype, setting.chunk)[0] for shape in shorter]
-    whole = Shape("chain", unique=setting.chain)
-    last, mine = run("b", "tree", whole, SMALL, setting.dtype, setting.chunk)
-    flat, wanted = run("b", "flat", whole, SMALL, setting.dtype, setting.chunk)
+    shapes = [Shape("chain", unique=setting.chain // part) for part in (4, 2, 1)]
+    trees = [run("b", "tree", shape, SMALL, setting.dtype, setting.chunk, lean=True)[0] for shape in shapes]
+    last, mine = run("b", "tree", shapes[-1], SMALL, setting.dtype, setting.chunk)
+    flat, wanted = run("b", "flat", shapes[-1], SMALL, setting.dtype, setting.chunk)
     beside = facts.against("b", SMALL.text(), last, flat, facts.apart(mine, wanted))
     width = 4 if setting.dtype == "float32" else 2
-    return facts.chain(SMALL.text(), [*trees, last], SMALL.state_bytes(width), beside)
+    return facts.chain(SMALL.text(), trees, SMALL.state_bytes(width), beside)
 
 
 def _group(setting: Setting, run: Run) -> facts.Group:
     rows = []
     for members in MEMBERS:
         shape = replace(PROMPT.times(setting.scale), leaves=members)
-        tree, exact = run("d", "tree", shape, SMALL, setting.dtype, setting.chunk)
-        detached, other = run("d", "detached", shape, SMALL, setting.dtype, setting.chunk)
+        tree, exact = run("d", "tree", shape, SMALL, setting.dtype, setting.chunk, lean=True)
+        detached, other = run("d", "detached", shape, SMALL, setting.dtype, setting.chunk, lean=True)
         rows.append((members, tree, detached, facts.apart(other, exact)))
     size = PROMPT.times(setting.scale)
     return facts.group(SMALL.text(), size.prefix, size.branch, rows)
@@ -188,7 +204,7 @@ class Runner:
         self._setting, self._directory = setting, directory
 
     def run(
-        self, part: str, way: str, shape: Shape, model: Model, dtype: str, chunk: int
+        self, part: str, way: str, shape: Shape, model: Model, dtype: str, chunk: int, *, lean: bool = False
     ) -> tuple[Measured, facts.Arrays]:
         """Raises `StackError` where the process fails or takes longer than `BOUND_S`."""
         file = self._directory / "gradient.npz"
@@ -198,7 +214,7 @@ class Runner:
             way=way, shape=asdict(shape), model=model, chunk=chunk, device=self._setting.device, dtype=dtype,
             threads=self._setting.threads, gradient=str(file), say=say,
         )  # fmt: skip
-        measured = msgspec.json.decode(self._output(job), type=Measured)
+        measured = msgspec.json.decode(self._output(job, lean), type=Measured)
         errors.print(
             f"{say}: {measured.unique_tokens:,} unique of {measured.path_tokens:,} path tokens in "
             f"{measured.seconds:.2f} s, {measured.peak_bytes / 1e6:.1f} MB above the weights",
@@ -207,7 +223,7 @@ class Runner:
         with np.load(file) as gradient:
             return measured, dict(gradient)
 
-    def _output(self, job: Job) -> bytes:
+    def _output(self, job: Job, lean: bool) -> bytes:
         threads = str(job.threads)
         environment = {
             **os.environ,
@@ -215,6 +231,8 @@ class Runner:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
         }
+        if lean:
+            environment |= LEAN
         with subprocess.Popen(
             [sys.executable, "-m", "opengyre.cli.bench_trainer_child"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,

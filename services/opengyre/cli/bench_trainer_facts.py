@@ -45,8 +45,10 @@ class Against(msgspec.Struct, frozen=True, kw_only=True):
     """The tree's seconds by the flat ones."""
     of_ideal: float
     """The tree's seconds by flat seconds x unique / path tokens."""
+    cpu_of_ideal: float
+    """The same of processor seconds, which other load on the machine changes little."""
     pairs_of_ideal: float
-    """The same for the pairs of tokens that attend to each other: unique by path pairs, by unique by path tokens. A
+    """The same of the pairs of tokens that attend to each other: unique by path pairs, by unique by path tokens. A
     unique token lies deeper than a path's token does, so of attention alone no tree can take less than this."""
     memory_of_flat: float
     gradient: Apart
@@ -146,6 +148,7 @@ def against(part: str, model: str, tree: Measured, flat: Measured, gradient: Apa
         flat=row(flat),
         of_flat=round(tree.seconds / flat.seconds, 4),
         of_ideal=round(tree.seconds / flat.seconds / share, 4),
+        cpu_of_ideal=round(tree.cpu_s / max(1e-9, flat.cpu_s) / share, 4),
         pairs_of_ideal=round(tree.unique_pairs / tree.path_pairs / share, 4),
         memory_of_flat=round(tree.peak_bytes / max(1, flat.peak_bytes), 4),
         gradient=gradient,

@@ -24,11 +24,12 @@ def show(found: Facts) -> None:
 
 
 def _times(rows: list[Against]) -> Table:
-    shown = Table("part", "unique", "path", "tree s", "flat s", "/ flat", "/ ideal", "pairs / ideal")
+    shown = Table("part", "unique", "path", "tree s", "flat s", "/ flat", "/ ideal", "CPU / ideal", "pairs / ideal")
     for row in rows:
         shown.add_row(
             row.part, f"{row.unique_tokens:,}", f"{row.path_tokens:,}", f"{row.tree.seconds:.1f}",
-            f"{row.flat.seconds:.1f}", f"{row.of_flat:.3f}", f"{row.of_ideal:.2f}", f"{row.pairs_of_ideal:.2f}",
+            f"{row.flat.seconds:.1f}", f"{row.of_flat:.3f}", f"{row.of_ideal:.2f}", f"{row.cpu_of_ideal:.2f}",
+            f"{row.pairs_of_ideal:.2f}",
         )  # fmt: skip
     shown.caption = "ideal: flat seconds x unique / path tokens"
     return shown

@@ -4,6 +4,7 @@ The measurements are in modules of their own (`bench_trajectory_*`); this one ru
 """
 
 import asyncio
+import os
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -84,6 +85,8 @@ def _other(text: str) -> tuple[str, Path]:
     name, _, python = text.partition("=")
     if name not in OTHERS or not python:
         raise StackError(f"--other is {text!r}; allowed is NAME=PYTHON with a name of: {', '.join(OTHERS)}")
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        raise StackError(f"--other is {text!r} and {python} is no program; allowed is a Python interpreter's path")
     return name, Path(python)
 
 

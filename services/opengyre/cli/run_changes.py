@@ -1,5 +1,6 @@
 """`gyre run set RUN FIELD=VALUE...`, `gyre run stop RUN` and `gyre run ls`: runs that there are."""
 
+import contextlib
 from typing import Annotated, Any
 
 import msgspec
@@ -59,15 +60,20 @@ def stop(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Stop a run before its last update: no further group is admitted. A run that was stopped stays so.
+    """Stop a run before its last update: no further group is admitted, and executions under way go on to their end. A
+    run that was stopped stays so.
 
     Example: gyre run stop demo
     """
-    report = _patch(connect(gateway, api_key, state_dir), run, {"state": "stopped"})
+    api = connect(gateway, api_key, state_dir)
+    report = _patch(api, run, {"state": "stopped"})
     if json:
         show_json(report)
-    else:
-        console.print(f"run [bold]{run}[/] is {report['spec']['state']} after update {report['progress']['update']}")
+        return
+    console.print(f"run [bold]{run}[/] is {report['spec']['state']} after update {report['progress']['update']}")
+    with contextlib.suppress(ClientError):  # it is stopped, whoever cannot say what goes on
+        if (live := _live(api.get("/v1/status")["staleness"], run)) > 0:
+            console.print(f"{live} {'execution goes on to its end' if live == 1 else 'executions go on to their end'}")
 
 
 def ls(
@@ -97,6 +103,14 @@ def ls(
             *(str(dispatch["batch_groups"]), str(dispatch["group_size"]), spec["elastic"]["policy"]),
         )
     console.print(table)
+
+
+def _live(books: dict[str, Any] | None, run: str) -> int:
+    """Executions of a run that have not ended."""
+    if books is None or books["run"] != run:
+        return 0
+    known: int | None = books["live_executions"]
+    return books["executions"]["live"] if known is None else known
 
 
 def _patch(api: Api, run: str, change: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,10 @@ from opengyre.cli.client import (
     show_json,
 )
 from opengyre.cli.recipe import Plan, read_recipe
+from opengyre.cli.task_files import TaskFileError
 from opengyre.cli.tasks import PATIENCE_S, send
+from opengyre.policy.directory import check_directory
+from opengyre.tiny.config import ModelDirectoryError
 
 START = "start"
 LOOK_S = 1.0
@@ -74,6 +77,7 @@ def run(
     """
     plan = read_recipe(recipe)
     if dry_run:
+        check_model(recipe, plan)
         _explain(plan, json)
         return
     api = connect(gateway, api_key, state_dir)
@@ -95,6 +99,17 @@ def run(
         show_json(api.get(f"/v1/runs/{plan.run.run}"))
     else:
         console.print(f"run [bold]{plan.run.run}[/] goes on; `gyre status` shows it")
+
+
+def check_model(recipe: Path, plan: Plan) -> None:
+    """Raise `TaskFileError` for a first policy that is on this machine and cannot be used."""
+    model = Path(plan.run.model)
+    if not model.is_dir():
+        return  # An absolute path may be on the trainer's machine only.
+    try:
+        check_directory(model)
+    except ModelDirectoryError as error:
+        raise TaskFileError(f"{recipe}: run.model cannot be used: {error}") from error
 
 
 def lacking(plan: Plan) -> str | None:

@@ -92,8 +92,8 @@ def show_command(
 
 
 def export_command(
+    out: Annotated[Path, typer.Option(help="File to write: JSON, JSON lines with --run, or Parquet.")],
     execution: Annotated[str | None, typer.Argument(help="An execution; or all of --run.")] = None,
-    out: Annotated[Path, typer.Option(help="File to write: JSON, JSON lines with --run, or Parquet.")] = Path(),
     run: Annotated[str | None, typer.Option("--run", help="All executions of a run.")] = None,
     format_name: Annotated[Literal["atif", "parquet"], typer.Option("--format")] = "atif",
     nats: NatsOption = None,
@@ -104,7 +104,7 @@ def export_command(
 
     Example: gyre trajectory export --run demo --format parquet --out demo.parquet
     """
-    if out == Path() or out.is_dir():
+    if out.is_dir():
         raise StackError(f"--out is {str(out)!r}; allowed is the name of a file to write")
 
     async def work() -> tuple[int, int]:

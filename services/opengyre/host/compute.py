@@ -3,12 +3,16 @@
 `tree`: each distinct token once, exact, in bounded memory, for every policy that has a driver. `flat`: sequences in
 full, several at a time; for the tiny decoder only, to which paths that share little cost less in wide batches.
 `flat_is_cheaper` chooses (measured: docs/decisions.md).
+
+A forest with more distinct tokens than `forest_tokens` is walked in parts, one after the other: log-probs of all parts,
+the loss once on the table of them all, then each part backward with its rows of `g`. Exact, whatever the loss couples.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +24,11 @@ from opengyre.learn.objective import objective
 from opengyre.policy.open import Policy
 from opengyre.proto.run import Optimization
 from opengyre.tiny.model import TinyModel
+from opengyre.treegrad.drivers.base import Driver
 from opengyre.treegrad.forest import Forest, ForestError, Path, build
-from opengyre.treegrad.walk import Walk, accumulate
+from opengyre.treegrad.split import split
+from opengyre.treegrad.table import event_tensors
+from opengyre.treegrad.walk import Walk, evaluate
 
 TOKEN: Final = 1.9
 """What a token of the tree costs the tiny decoder, in tokens of a batch of whole paths: it goes forward twice, in
@@ -73,15 +80,19 @@ def gradient(
     reference: Policy | None = None,
     chunk: int = 2048,
     offload: bool = False,
+    forest_tokens: int | None = None,
 ) -> Found:
-    """Add the gradient to `into` (parameter name -> float32). `reference`: the policy of a KL term.
+    """Add the gradient to `into` (parameter name -> float32). `reference`: the policy of a KL term. `forest_tokens`:
+    see `tree`; paths in full are computed in bounded batches anyway.
 
     Raises `UntrainableError` before anything is added.
     """
     forest = forest_of(work)
     if flat_is_cheaper(policy, forest):
         return flat(policy, work, into, reference=reference)
-    return tree(policy, forest, work, into, reference=reference, chunk=chunk, offload=offload)
+    return tree(
+        policy, forest, work, into, reference=reference, chunk=chunk, offload=offload, forest_tokens=forest_tokens
+    )
 
 
 def flat(policy: Policy, work: Work, into: dict[str, Tensor], *, reference: Policy | None = None) -> Found:
@@ -103,6 +114,40 @@ def flat(policy: Policy, work: Work, into: dict[str, Tensor], *, reference: Poli
     return Found(stats, sum(len(item.sequence.tokens) for item in work.items))
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A forest of its own; `rows`: which of the whole's events are its events, in order."""
+
+    forest: Forest
+    rows: Tensor
+
+
+def _parts(forest: Forest, tokens: int | None) -> list[_Part]:
+    """The forest, in parts of at most so many distinct tokens where a path allows it."""
+    if tokens is None or forest.nodes <= tokens:
+        return [_Part(forest, torch.arange(len(forest.events)))]
+    return [
+        _Part(forest.select(chosen), torch.as_tensor(np.flatnonzero(np.isin(forest.events.sequence, chosen))))
+        for chosen in split(forest, tokens)
+    ]
+
+
+def _log_probs(
+    driver: Driver, parts: Sequence[_Part], *, entropy: bool, chunk: int, offload: bool
+) -> tuple[Tensor, Tensor | None, Walk]:
+    """Of all parts' events, in the whole's order, with the entropy there; and the walk of the last part, which goes
+    on best where it ended. The others' are made again: only one part's keys and values are held."""
+    found: list[tuple[Tensor, Tensor | None]] = []
+    walk = Walk(driver, parts[0].forest, chunk=chunk, offload=offload)
+    found.append(walk.log_probs(entropy=entropy))
+    for part in parts[1:]:
+        walk = Walk(driver, part.forest, chunk=chunk, offload=offload)
+        found.append(walk.log_probs(entropy=entropy))
+    order = torch.argsort(torch.cat([part.rows for part in parts])).to(found[0][0].device)
+    spread = torch.cat([s for _, s in found if s is not None])[order] if entropy else None
+    return torch.cat([logp for logp, _ in found])[order], spread, walk
+
+
 def tree(
     policy: Policy,
     forest: Forest,
@@ -112,26 +157,25 @@ def tree(
     reference: Policy | None = None,
     chunk: int = 2048,
     offload: bool = False,
+    forest_tokens: int | None = None,
 ) -> Found:
-    """Every distinct token once."""
+    """Every distinct token once; with more of them than `forest_tokens`, once in each part that it is in."""
     stats = GradientStats()
     if not len(forest.events):
         return Found(stats, 0)
-    other = Walk(reference.driver(), forest, chunk=chunk, offload=offload).log_probs()[0] if reference else None
-    found = accumulate(
-        policy.driver(),
-        forest,
-        objective(work.optimization),
-        into,
-        chunk=chunk,
-        offload=offload,
-        entropy=True,
-        base_version=work.version,
-        reference=other,
-    )
-    report = found.report
+    parts, driver = _parts(forest, forest_tokens), policy.driver()
+    other = None
+    if reference is not None:
+        other, _, _ = _log_probs(reference.driver(), parts, entropy=False, chunk=chunk, offload=offload)
+    logp, spread, last = _log_probs(driver, parts, entropy=True, chunk=chunk, offload=offload)
+    table = event_tensors(forest, logp.device, logp.dtype, base_version=work.version, reference=other)
+    _, report, g = evaluate(objective(work.optimization), logp, table)
+    last.backward(g[parts[-1].rows.to(g.device)], into)
+    del last  # Before the next part's keys and values are there.
+    for part in reversed(parts[:-1]):
+        Walk(driver, part.forest, chunk=chunk, offload=offload).backward(g[part.rows.to(g.device)], into)
     assert isinstance(report, LossStats)
     stats.merge(report)
     stats.sequences = len(work.items)
-    stats.entropy_sum = float(torch.sum(found.entropy)) if found.entropy is not None else 0.0
-    return Found(stats, found.stats.unique_tokens)
+    stats.entropy_sum = float(torch.sum(spread)) if spread is not None else 0.0
+    return Found(stats, sum(part.forest.nodes for part in parts))

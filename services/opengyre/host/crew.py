@@ -35,11 +35,20 @@ COLLECTIVE_S: Final = 600.0
 
 
 class CrewLearner:
-    """`world` ranks of `threads` threads each; `chunk`, `offload` as in `TorchLearner`."""
+    """`world` ranks of `threads` threads each; `chunk`, `offload`, `forest_tokens` (of a rank) as in `TorchLearner`."""
 
-    def __init__(self, world: int, threads: int, *, backend: str = "gloo", chunk: int = 2048, offload: bool) -> None:
+    def __init__(
+        self,
+        world: int,
+        threads: int,
+        *,
+        backend: str = "gloo",
+        chunk: int = 2048,
+        offload: bool,
+        forest_tokens: int | None = None,
+    ) -> None:
         self._world, self._threads, self._backend = world, threads, backend
-        self._chunk, self._offload = chunk, offload
+        self._chunk, self._offload, self._forest_tokens = chunk, offload, forest_tokens
         self._crew: Crew | None = None
         self._ends: asyncio.Event | None = None
         self._running: asyncio.Task[None] | None = None
@@ -67,7 +76,9 @@ class CrewLearner:
         work = Work(items, executions, item.optimization, item.base.version)
         # Refused here, where nothing was added: ranks are past that when one of them fails.
         await asyncio.to_thread(forest_of, work)
-        parts = [Part(part, fresh, self._chunk, self._offload) for part in parts_of(work, self._world)]
+        parts = [
+            Part(part, fresh, self._chunk, self._offload, self._forest_tokens) for part in parts_of(work, self._world)
+        ]
         self._name = None
         added: list[Added] = await self._burst(add, parts, WORK_S)
         self._name = name

@@ -105,8 +105,15 @@ def make_learner(settings: HostSettings) -> Learner:
 
         backend = backend_of(settings.ranks, torch.cuda.device_count())
         return CrewLearner(
-            settings.ranks, settings.threads, backend=backend, chunk=settings.chunk, offload=settings.offload
+            settings.ranks,
+            settings.threads,
+            backend=backend,
+            chunk=settings.chunk,
+            offload=settings.offload,
+            forest_tokens=settings.forest_tokens,
         )
     from opengyre.host.gradients import TorchLearner
 
-    return TorchLearner(settings.threads, chunk=settings.chunk, offload=settings.offload)
+    return TorchLearner(
+        settings.threads, chunk=settings.chunk, offload=settings.offload, forest_tokens=settings.forest_tokens
+    )

@@ -72,12 +72,14 @@ class TorchLearner:
     """The model at the base version, and gradients at it.
 
     `threads` are torch's; a forest is computed `chunk` tokens at a time, with its keys and values in host memory if
-    `offload`.
+    `offload`, and in parts if it has more distinct tokens than `forest_tokens`.
     """
 
-    def __init__(self, threads: int, *, chunk: int = 2048, offload: bool = False) -> None:
+    def __init__(
+        self, threads: int, *, chunk: int = 2048, offload: bool = False, forest_tokens: int | None = None
+    ) -> None:
         self._threads = threads
-        self._chunk, self._offload = chunk, offload
+        self._chunk, self._offload, self._forest_tokens = chunk, offload, forest_tokens
         self._pool: ThreadPoolExecutor | None = None
         self._opened: dict[str, tuple[Manifest, Policy]] = {}
         """`base` and `reference`: what is loaded of each."""
@@ -131,7 +133,15 @@ class TorchLearner:
         items = items_of(members, item)
         work = Work(items, executions_of(members, item.optimization), item.optimization, item.base.version)
         into = into or Accumulator(item.update, item.attempt, name, zero_gradients(policy.parameters()))
-        found = gradient(policy, work, into.gradients, reference=reference, chunk=self._chunk, offload=self._offload)
+        found = gradient(
+            policy,
+            work,
+            into.gradients,
+            reference=reference,
+            chunk=self._chunk,
+            offload=self._offload,
+            forest_tokens=self._forest_tokens,
+        )
         stats = figures(members, found.stats, item)
         if not (math.isfinite(found.stats.loss) and all(bool(g.isfinite().all()) for g in into.gradients.values())):
             # The update is skipped, so what others added before does not count either.

@@ -30,6 +30,7 @@ class Part:
     fresh: bool
     chunk: int
     offload: bool
+    forest_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,13 @@ def add(rank: Rank, part: Part) -> Added:
             for name, parameter in policy.parameters().items()
         }
         found = gradient(
-            policy, part.work, into, reference=rank.kept["reference"], chunk=part.chunk, offload=part.offload
+            policy,
+            part.work,
+            into,
+            reference=rank.kept["reference"],
+            chunk=part.chunk,
+            offload=part.offload,
+            forest_tokens=part.forest_tokens,
         )
     finite = math.isfinite(found.stats.loss) and all(bool(tensor.isfinite().all()) for tensor in into.values())
     finite = _all(rank, finite)

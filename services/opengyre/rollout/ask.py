@@ -44,12 +44,13 @@ class ApiError(Exception):
 
 
 class ContextExceededError(ApiError):
-    """The prompt leaves no room for a completion."""
+    """The prompt leaves no room for a completion. `least`: it was not counted and has `tokens` or more."""
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: int, limit: int, *, least: bool = False) -> None:
+        count = f"at least {tokens}" if least else f"{tokens}"
         super().__init__(
             400,
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {count} "
             "tokens. Please reduce the length of the messages.",
             code="context_length_exceeded",
             param="messages",

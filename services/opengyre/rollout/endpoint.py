@@ -171,13 +171,13 @@ async def _models(recorder: Recorder, request: Request) -> Response:
 
 
 async def _count(recorder: Recorder, request: Request) -> Response:
-    return _json(anthropic.counted(recorder.count(anthropic.parse(await _body(request), counting=True))))
+    return _json(anthropic.counted(await recorder.count(anthropic.parse(await _body(request), counting=True))))
 
 
 async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Response:
     ask = dialect.parse(await _body(request), request.headers.get("idempotency-key", ""))
     if ask.stream:
-        choices = recorder.begin(ask)
+        choices = await recorder.begin(ask)
         await first_news(choices, live=recorder.dispatch.harness.streams == "live")
         stream = dialect.stream(head_of(recorder, choices), ask.usage)
         said = events(recorder, ask, choices, stream, dialect.waiting, dialect.stream_error)

@@ -4,7 +4,7 @@ It is filled from the log by a writer that takes over and grows with each event 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opengyre.proto.traj import PROGRAM, AnyTrajEvent, Call, ToolCall, ToolResult
@@ -75,6 +75,19 @@ class History:
                 self._by_turn.setdefault(turn_of(message_of(event)), []).append(event)
         elif isinstance(event, ToolResult):
             self._results[event.turn] = event
+
+    def snapshot(self) -> "History":
+        """As it is now, for a reader in another thread."""
+        return replace(
+            self,
+            calls=list(self.calls),
+            _results=dict(self._results),
+            _by_id=dict(self._by_id),
+            _by_request={request: dict(choices) for request, choices in self._by_request.items()},
+            _by_history=dict(self._by_history),
+            _by_turn={turn: list(calls) for turn, calls in self._by_turn.items()},
+            _places=dict(self._places),
+        )
 
     def answered(self, request_digest: str, choice: int = 0) -> Call | None:
         """The call that answered this very request."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from opengyre.proto.traj import Call, Transition
 from opengyre.rollout.ask import Ask
 from opengyre.rollout.history import History
-from opengyre.rollout.messages import Message, chain, tools_digest, turn_of
+from opengyre.rollout.messages import Message, chain, text_of, tools_digest, turn_of
 from opengyre.tiny.tools import Said
 
 
@@ -22,6 +22,11 @@ class Renderer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def longest_token(self) -> int:
+        """No token of text stands for more characters."""
+        ...
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
@@ -66,6 +71,17 @@ class Prompt:
     transition: Transition = "root"
     forced: int = 0
     """How many of the last tokens begin the answer for the policy."""
+
+
+def size_of(ask: Ask) -> int:
+    """Characters of a request's text that its prompt is sure to have, tools left out. Nothing is encoded for it."""
+    # The template strips a message, and nothing else of it is lost, also where the turn stands in its own ids.
+    return len(ask.text or "") + sum(len(text_of(message).strip()) for message in ask.messages)
+
+
+def fewest_tokens(ask: Ask, renderer: Renderer) -> int:
+    """The prompt has at least so many tokens; it is not encoded for this."""
+    return -(-size_of(ask) // renderer.longest_token) + len(ask.tokens or ())
 
 
 def prompt_of(ask: Ask, history: History, renderer: Renderer) -> Prompt:

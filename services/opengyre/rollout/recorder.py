@@ -6,15 +6,20 @@ Invariants:
 - A call's seed is a function of the execution's seed and the call's number, so that a call that is asked for again
   by another writer samples the same tokens.
 - An execution samples no more than its token budget: calls under way hold what they may still sample.
+- New calls of an execution begin in the order of their requests.
+- No execution waits for another's prompt: a long one is encoded in a thread, one at a time for an execution, and one
+  that is sure to be too long is not encoded.
 
-Awaits: `answer` is woken by the completions and their appends; a client that goes away does not stop them. `close` ends
-the calls under way. `spent` is set when a budget first refuses a call.
+Awaits: `begin` and `count` are woken by the thread that encodes, or by the end of the encoding before theirs; a request
+that is cancelled meanwhile has begun nothing. `answer` is woken by the completions and their appends; a client that
+goes away does not stop them. `close` ends the calls under way. `spent` is set when a budget first refuses a call.
 """
 
 import asyncio
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +32,7 @@ from opengyre.rollout.figures import TRANSITIONS
 from opengyre.rollout.history import History, message_of_parts
 from opengyre.rollout.live import Live
 from opengyre.rollout.messages import extend
-from opengyre.rollout.prompt import Prompt, Renderer, prompt_of
+from opengyre.rollout.prompt import Prompt, Renderer, fewest_tokens, prompt_of, size_of
 from opengyre.rollout.reading import ends_of, read
 from opengyre.rollout.router import QUIET_S, Completion, Generation, Router
 from opengyre.rollout.shell import turn_budget
@@ -39,8 +44,13 @@ MAX_CALLS = 64
 """Calls under way of one execution."""
 LIVE_S = 0.03
 """Between the increments of a call whose client streams, at least."""
+LONG = 1 << 16
+"""Characters of a request that are encoded beside the event loop; fewer take some milliseconds."""
 INCREMENTS_PER_S = 1000.0
 """Of all calls of a replica together, so that streams leave it time for everything else."""
+
+# Of its own, so that long prompts do not keep the default executor's threads from their work.
+_encoding = ThreadPoolExecutor(2, "encode")
 
 
 class Record(Protocol):
@@ -85,6 +95,7 @@ class Recorder:
     _under_way: dict[tuple[str, int], Live] = field(default_factory=dict)
     _parked: int = 0
     _suspended: bool = False
+    _beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     _parking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _closed: bool = False
     _next: int = 0
@@ -96,36 +107,52 @@ class Recorder:
     def suspended(self) -> bool:
         return self._suspended
 
-    def begin(self, ask: Ask) -> list[Call | Live]:
+    async def begin(self, ask: Ask) -> list[Call | Live]:
         """The recorded calls that answer a request, and those under way, in the order of its choices; raises
         `ApiError`."""
-        missing = self._missing(ask)
+        if not self._new(ask):
+            return self._choices(ask, None)
+        async with self._beginning:
+            self._missing(ask)
+            return self._choices(ask, await self._prompt(ask) if self._new(ask) else None)
+
+    def _choices(self, ask: Ask, prompt: Prompt | None) -> list[Call | Live]:
+        """`prompt`: of those that are new."""
+        missing = self._missing(ask)  # again: calls may have come or gone while the prompt was encoded
         if not missing:
             TRANSITIONS.labels("retry").inc()
         share = max(1, self._tokens_left() // max(1, len(missing)))
         found: list[Call | Live] = []
         for choice in range(ask.n):
             call = self.history.answered(ask.digest, choice)
-            found.append(call if call is not None else self._choice(ask, choice, share))
+            found.append(call if call is not None else self._choice(ask, choice, prompt, share))
         return found
 
     async def answer(self, ask: Ask) -> list[Call]:
         """The calls that answer a request, in the order of its choices; raises `ApiError`."""
-        choices = self.begin(ask)
+        choices = await self.begin(ask)
         waiting = [choice.task_of for choice in choices if isinstance(choice, Live)]
         if waiting:
             # Not cancelled with us: a client that went away may come back for the answer.
             await asyncio.wait(waiting)
         return [outcome(choice) for choice in choices]
 
-    def count(self, ask: Ask) -> int:
+    async def count(self, ask: Ask) -> int:
         """Tokens of the request's prompt, also where they are too many; raises `ApiError`."""
-        return len(self._rendered(ask).tokens)
+        async with self._beginning:
+            return len((await self._rendered(ask)).tokens)
+
+    def _new(self, ask: Ask) -> int:
+        """How many of the choices are neither recorded nor under way."""
+        return sum(
+            self.history.answered(ask.digest, choice) is None and (ask.digest, choice) not in self._under_way
+            for choice in range(ask.n)
+        )
 
     def _missing(self, ask: Ask) -> list[int]:
         """The choices that are not recorded; raises `ApiError` where those that are new may not be begun."""
         missing = [choice for choice in range(ask.n) if self.history.answered(ask.digest, choice) is None]
-        new = sum((ask.digest, choice) not in self._under_way for choice in missing)
+        new = self._new(ask)
         if not new:
             return missing
         if self._closed:
@@ -153,11 +180,11 @@ class Recorder:
         self.refused = self.refused or reason
         self.spent.set()
 
-    def _choice(self, ask: Ask, choice: int, share: int) -> Live:
+    def _choice(self, ask: Ask, choice: int, prompt: Prompt | None, share: int) -> Live:
         key = (ask.digest, choice)
         live = self._under_way.get(key)
         if live is None:
-            prompt = self._prompt(ask)
+            assert prompt is not None, "it is new"
             number = self._next
             live = Live(
                 call=f"c{number:04d}",
@@ -184,18 +211,25 @@ class Recorder:
         if not task.cancelled():
             task.exception()
 
-    def _rendered(self, ask: Ask) -> Prompt:
+    async def _rendered(self, ask: Ask) -> Prompt:
         if ask.tokens is not None and not all(0 <= token < self.renderer.vocab_size for token in ask.tokens):
             most = self.renderer.vocab_size - 1
             raise ApiError(400, f"prompt has a token id that is no token; allowed are 0 to {most}.", param="prompt")
         try:
-            return prompt_of(ask, self.history, self.renderer)
+            if size_of(ask) < LONG:
+                return prompt_of(ask, self.history, self.renderer)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(_encoding, prompt_of, ask, self.history.snapshot(), self.renderer)
         except ValueError as error:
             raise ApiError(400, f"{error}.", param="messages") from error
 
-    def _prompt(self, ask: Ask) -> Prompt:
-        prompt = self._rendered(ask)
+    async def _prompt(self, ask: Ask) -> Prompt:
         limit = self.dispatch.harness.context_tokens
+        fewest = fewest_tokens(ask, self.renderer)
+        if fewest >= limit:
+            self.refused = self.refused or "overflow"
+            raise ContextExceededError(fewest, limit, least=True)
+        prompt = await self._rendered(ask)
         if len(prompt.tokens) >= limit:
             self.refused = self.refused or "overflow"
             raise ContextExceededError(len(prompt.tokens), limit)

@@ -1,12 +1,11 @@
 """What an update amounts to: checks of what came, sums of statistics, the record of a commit. Pure."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from opengyre.learn.gradient import InvalidSequenceError, check
+from opengyre.learn.gradient import MAGNITUDE, InvalidSequenceError, check
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.ids import group_of
 from opengyre.proto.run import Optimization, RunSpec
@@ -76,8 +75,8 @@ def groups_of(executions: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(group_of, executions)))
 
 
-def fault_of(held: Held, *, vocabulary: int, context: int) -> str | None:
-    """Why a message cannot be trained, in a sentence; None if it can."""
+def fault_of(held: Held, *, vocabulary: int, context: int, version: int) -> str | None:
+    """Why a message cannot be trained, in a sentence; None if it can. `version`: the trainer's."""
     members = held.members
     names = [member.execution for member in members]
     if not held.executions:
@@ -87,16 +86,16 @@ def fault_of(held: Held, *, vocabulary: int, context: int) -> str | None:
     strange = next((name for name in (*names, *held.executions) if group_of(name) != held.ready.group), None)
     if strange is not None or not set(names) <= set(held.executions):
         return f"{strange or 'a member'} is not one of its executions"
-    faults = (_member_fault(member, vocabulary, context) for member in members)
+    faults = (_member_fault(member, vocabulary, context, version) for member in members)
     return next((fault for fault in faults if fault is not None), None)
 
 
-def _member_fault(member: Member, vocabulary: int, context: int) -> str | None:
+def _member_fault(member: Member, vocabulary: int, context: int, version: int) -> str | None:
     name = member.execution
     if not 0 <= member.score <= 1:
         return f"{name}: score is {member.score}; allowed are values from 0 to 1"
-    if not math.isfinite(member.advantage):
-        return f"{name}: advantage is {member.advantage}; allowed are finite values"
+    if not abs(member.advantage) <= MAGNITUDE:  # So is not-a-number refused.
+        return f"{name}: advantage is {member.advantage}; allowed are values from {-MAGNITUDE:.0f} to {MAGNITUDE:.0f}"
     try:
         for sequence in member.sequences:
             check(sequence)
@@ -105,6 +104,9 @@ def _member_fault(member: Member, vocabulary: int, context: int) -> str | None:
     tokens = sum(span.end - span.start for sequence in member.sequences for span in sequence.spans)
     if tokens != member.trained_tokens:
         return f"{name}: trained_tokens is {member.trained_tokens}; its spans have {tokens}"
+    newest = max((v for sequence in member.sequences for span in sequence.spans for v in span.versions), default=0)
+    if newest > version:
+        return f"{name}: versions has {newest}; allowed are values from 0 to {version}, the trainer's"
     for sequence in member.sequences:
         if len(sequence.tokens) > context:
             return f"{name}: a sequence has {len(sequence.tokens)} tokens; the model takes {context}"

@@ -21,7 +21,7 @@ from opengyre.shared.bus import Bucket, Bus, Delivery, Puller
 from opengyre.trainer import figures
 from opengyre.trainer.books import Held, fault_of
 from opengyre.trainer.frontier import Frontier
-from opengyre.trainer.store import Record
+from opengyre.trainer.store import CheckpointError, Record
 
 log = logging.getLogger("gyre.trainer")
 
@@ -64,8 +64,8 @@ class Intake:
         content = await self._blobs.get(ready.blob)
         return await asyncio.to_thread(msgspec.json.decode, content, type=tuple[Member, ...])
 
-    async def check(self, ready: GroupReady, *, vocabulary: int, context: int) -> Held | str:
-        """The group with its members, or why it cannot be trained."""
+    async def check(self, ready: GroupReady, *, vocabulary: int, context: int, version: int) -> Held | str:
+        """The group with its members, or why it cannot be trained at the trainer's `version`."""
         try:
             members = await self.members(ready)
         except BlobMissingError as error:
@@ -73,7 +73,7 @@ class Intake:
         except msgspec.DecodeError as error:
             return f"its members cannot be read: {error}"
         held = Held(ready, members)
-        fault = await asyncio.to_thread(fault_of, held, vocabulary=vocabulary, context=context)
+        fault = await asyncio.to_thread(fault_of, held, vocabulary=vocabulary, context=context, version=version)
         return fault if fault is not None else held
 
     async def drop(self, ready: GroupReady, executions: tuple[str, ...], reason: str, version: int) -> None:
@@ -93,7 +93,13 @@ class Intake:
     async def settle(self, delivery: Delivery, ready: GroupReady) -> None:
         """A group of a run that is not trained now: it waits, or leaves training if its run has ended."""
         found = await self._runs.get(ready.run)
-        record = await self._last_commit(ready.run)
+        try:
+            record = await self._last_commit(ready.run)
+        except CheckpointError as error:
+            # What was consumed of it is not known; and another run's checkpoint must not stop the one that is trained.
+            log.error("group %s waits: %s", ready.group, error)  # noqa: TRY400 - a known fault
+            await delivery.retry(LOOK_S)
+            return
         if found is None:
             await delivery.reject(f"there is no run {ready.run}")
         elif found[0].state == "active" and not (record is not None and record.finished):

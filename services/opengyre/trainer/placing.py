@@ -10,7 +10,8 @@ groups to single executions, each is laid out over `cells`, and the one whose la
 most 4/3 of the best schedule of single executions and of the best one of whole groups.
 
 An execution is never in two parts: it is what the frontier counts and what a lease is of, and a loss on sequences needs
-all of its tokens. One that is larger than what a cell holds is walked by it in parts, one after the other.
+all of its tokens. However large it is, a cell holds the keys and values of one path; with `host.forest_tokens` it walks
+a forest that has more distinct tokens in parts, one after the other, whose gradients add up to the whole's.
 """
 
 import heapq

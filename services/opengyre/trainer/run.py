@@ -213,7 +213,9 @@ class RunTrainer:
             return
         staleness(ready, self.record.version)
         learner = self._state.learner
-        held = await self._intake.check(ready, vocabulary=learner.vocabulary, context=learner.context)
+        held = await self._intake.check(
+            ready, vocabulary=learner.vocabulary, context=learner.context, version=self.record.version
+        )
         if isinstance(held, str):
             log.error("group %s cannot be trained: %s", ready.group, held)
             broken = Held(ready, ready.members)

@@ -32,8 +32,8 @@ log = logging.getLogger("gyre.trainer")
 LEASE_S: Final = 4
 LOOK_S: Final = 1.0
 WATCH_S: Final = 0.25
-MODEL_S: Final = 5.0
-"""How long until an unusable model directory is looked at again."""
+FILES_S: Final = 5.0
+"""How long until an unusable model directory or checkpoint is looked at again."""
 
 
 def active_run(runs: Mapping[str, RunSpec], revisions: Mapping[str, int]) -> RunSpec | None:
@@ -110,10 +110,17 @@ class Trainer:
             try:
                 await self._train(spec, intake, runs, hosts)
             except ModelDirectoryError as error:
-                context.missing = str(error)
-                log.error("run %s cannot be trained: %s", spec.run, error)  # noqa: TRY400 - a known fault
-                with context.waits.on(f"a usable model for run {spec.run}: {error}", MODEL_S, looking=True):
-                    await context.pause(MODEL_S)
+                await self._wait_for("a usable model", spec.run, error)
+            except CheckpointError as error:
+                await self._wait_for("a usable checkpoint", spec.run, error)
+
+    async def _wait_for(self, what: str, run: str, error: Exception) -> None:
+        """Files on the disk cannot be used: only a person can mend that, so say it and look again later."""
+        context = self._context
+        context.missing = str(error)
+        log.error("run %s cannot be trained: %s", run, error)
+        with context.waits.on(f"{what} for run {run}: {error}", FILES_S, looking=True):
+            await context.pause(FILES_S)
 
     async def _train(self, spec: RunSpec, intake: Intake, runs: View[RunSpec], hosts: View[HostStatus]) -> None:
         """Train `spec` until it is finished, another run is active, or the service stops."""
@@ -132,7 +139,7 @@ class Trainer:
                     trainer.spec = chosen
                 await asyncio.wait([training], timeout=WATCH_S)
             training.result()
-        except* (CheckpointError, CommittedElsewhereError, NegativeStalenessError) as errors:
+        except* (CommittedElsewhereError, NegativeStalenessError) as errors:
             for error in errors.exceptions:
                 log.critical("run %s cannot be trained on: %s", spec.run, error)
             raise

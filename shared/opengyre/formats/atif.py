@@ -12,7 +12,19 @@ from typing import Any
 
 from opengyre.formats.messages import blocks_of
 from opengyre.formats.model import LogCall, Message, Notes, Source, message
-from opengyre.formats.values import FormatError, compact, decode, decoded, floats, number, obj, seq, string, token_ids
+from opengyre.formats.values import (
+    FormatError,
+    compact,
+    decode,
+    decoded,
+    floats,
+    mended,
+    number,
+    obj,
+    seq,
+    string,
+    token_ids,
+)
 
 MAX_FILES = 256
 """Files that one trajectory may refer to, so that references in a circle end."""
@@ -48,7 +60,7 @@ def _document(document: dict[str, Any], source: Source, notes: Notes) -> Iterato
             if name in seen or len(seen) >= MAX_FILES:
                 continue
             seen.add(name)
-            found = decoded(source.beside(name) or b"")
+            found = decoded(mended(source.beside(name) or b""))
             if isinstance(obj(found).get("steps"), list):
                 queue.append((obj(found), name if sub else agent, f"{name}/", compacted and not sub))
             else:

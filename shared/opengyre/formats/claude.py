@@ -66,7 +66,7 @@ def claude_code(source: Source, notes: Notes) -> Iterator[LogCall]:
         if data is None:
             notes.warn(f"sub-agent agent-{name}.jsonl is not beside the file and was left out")
             continue
-        side = _read(Source(f"agent-{name}.jsonl", data), name, notes)
+        side = _read(Source(f"agent-{name}.jsonl", data).mended(), name, notes)
         yield from _calls(side, f"{name}/", notes)
         queue += side.agents
 
@@ -76,7 +76,7 @@ def _read(source: Source, agent: str, notes: Notes) -> _Session:
     for number, line in source.lines():
         entry = decoded(line)
         if not isinstance(entry, dict):
-            notes.warn("a line is no JSON object")
+            notes.unreadable(line)
             continue
         kind, uuid = string(entry.get("type")), string(entry.get("uuid"))
         if kind not in TALK or not uuid:

@@ -78,7 +78,7 @@ def codex(source: Source, notes: Notes) -> Iterator[LogCall]:
     for _, line in source.lines():
         entry = decoded(line)
         if not isinstance(entry, dict):
-            notes.warn("a line is no JSON object")
+            notes.unreadable(line)
             continue
         kind, payload = string(entry.get("type")), obj(entry.get("payload"))
         if kind == "response_item":

@@ -15,7 +15,7 @@ import msgspec
 
 from opengyre.formats.messages import chat_message, preamble
 from opengyre.formats.model import LogCall, Message, Notes, Source
-from opengyre.formats.values import FormatError, decode, number, obj, seq, string
+from opengyre.formats.values import FormatError, decode, mended, number, obj, seq, string
 
 ATTACHMENT = re.compile(r"attachment://([0-9a-zA-Z_-]+)")
 MAX_SAMPLE = 2**30
@@ -53,7 +53,7 @@ def _archive(source: Source, notes: Notes) -> Iterator[LogCall]:
             for place, name in enumerate(names):
                 if archive.getinfo(name).file_size > MAX_SAMPLE:
                     raise FormatError(f"{name} is larger than {MAX_SAMPLE} bytes")
-                yield from _named(obj(decode(archive.read(name))), place, notes)
+                yield from _named(obj(decode(mended(archive.read(name)))), place, notes)
     except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, RuntimeError) as error:
         raise FormatError(f"its archive cannot be read: {error}; `inspect log dump` makes JSON of it") from error
 

@@ -8,10 +8,10 @@ the model is shown of it: its role and its blocks; not call identifiers, cache m
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from opengyre.formats.values import compact
+from opengyre.formats.values import compact, mended
 from opengyre.trees import Role
 
 Unit = str
@@ -75,6 +75,9 @@ class LogCall:
         return self.prompt_ids is not None and self.sampled_ids is not None
 
 
+LINE_NOT_UTF8 = "a line is not UTF-8"
+
+
 @dataclass(slots=True)
 class Notes:
     """What a reader has to say beside the calls."""
@@ -87,6 +90,15 @@ class Notes:
 
     def warn(self, sentence: str) -> None:
         self.warnings[sentence] = self.warnings.get(sentence, 0) + 1
+
+    def unreadable(self, line: bytes) -> None:
+        """A line that is no JSON object was left out."""
+        try:
+            line.decode()
+        except UnicodeDecodeError:
+            self.warn(LINE_NOT_UTF8)
+        else:
+            self.warn("a line is no JSON object")
 
 
 def nothing_beside(_name: str) -> bytes | None:
@@ -102,6 +114,11 @@ class Source:
     name: str
     data: Any
     beside: Callable[[str], bytes | None] = nothing_beside
+
+    def mended(self) -> "Source":
+        """The same log as JSON that can be read: without a byte-order mark, without halves of surrogate pairs."""
+        data = mended(self.data)
+        return self if data is self.data else replace(self, data=data)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Number (from 1) and content of each line that is not blank; one at a time in memory."""

@@ -63,7 +63,7 @@ def _rollouts(source: Source, notes: Notes) -> Iterator[Any]:
         if _is_object(line):
             yield line
         else:
-            notes.warn("a line is no JSON object")
+            notes.unreadable(line)
 
 
 def _is_object(line: bytes) -> bool:

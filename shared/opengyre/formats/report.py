@@ -7,8 +7,8 @@ import msgspec
 
 from opengyre.formats.detect import READERS, detect
 from opengyre.formats.forest import Forest
-from opengyre.formats.model import Notes, Source
-from opengyre.formats.values import FormatError
+from opengyre.formats.model import LINE_NOT_UTF8, Notes, Source
+from opengyre.formats.values import NOT_UTF8, FormatError
 from opengyre.trees import Node, Role, Tree, Trie, structural
 from opengyre.trees.trie import ROOT
 
@@ -80,12 +80,15 @@ class TreeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_tree(source: Source, forest: Forest, format_name: str | None = None, *, per_call: bool = False) -> TreeReport:
     """Read a log into `forest` and tell what it amounts to. Raises `FormatError` of one sentence."""
+    source = source.mended()
     name = format_name or detect(source)
     if name not in READERS:
         raise FormatError(f"there is no format {name}; formats are {', '.join(READERS)}")
     notes = Notes()
     for call in READERS[name](source, notes):
         forest.add(call)
+    if not forest.executions and not forest.refused and LINE_NOT_UTF8 in notes.warnings:
+        raise FormatError(NOT_UTF8)
     if not forest.executions and not forest.refused:
         raise FormatError(f"it has no model call of the format {name}")
     return _report(source.name, name, forest, notes, per_call=per_call)

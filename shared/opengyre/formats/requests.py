@@ -24,7 +24,7 @@ def request_log(source: Source, notes: Notes) -> Iterator[LogCall]:
     for number, line in source.lines():
         row = decoded(line)
         if not isinstance(row, dict):
-            notes.warn("a line is no JSON object")
+            notes.unreadable(line)
             continue
         request = row["request"] if "request" in row else {k: v for k, v in row.items() if k != "response"}
         response = row.get("response")

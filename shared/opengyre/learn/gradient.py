@@ -5,7 +5,6 @@ whole, in whatever parts and order they come (to rounding). Sequences are batche
 tokens. The hidden states of trained tokens are gathered before the output embedding, so logits exist for those only.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -69,11 +68,16 @@ def zero_gradients(model: PolicyModel) -> Gradients:
 
 LOGPROB_MAX: Final = 0.1
 """Above it a log-prob is none, however roughly an engine rounds: a probability, perhaps."""
+LOGPROB_MIN: Final = -1e4
+"""Below it nothing is ever sampled: what is multiplied and summed in float32 has to stay far from where that ends."""
+MAGNITUDE: Final = 1e6
+"""Of advantages and weights."""
+TEMPERATURES: Final = (0.01, 100.0)
 
 
 def check(sequence: group.Sequence) -> None:
     """Raise `InvalidSequenceError`, naming the field, unless spans are apart, lie in the sequence after its first
-    token, and have for each token a finite log-prob and a version."""
+    token, have for each token a log-prob and a version, and hold no number that float32 arithmetic cannot bear."""
     if sequence.adapter is not None or sequence.media or sequence.routes:
         raise InvalidSequenceError(
             "the sequence was sampled with an adapter, media or recorded routes; allowed are token ids alone, since "
@@ -95,17 +99,25 @@ def check(sequence: group.Sequence) -> None:
                 f"the span [{span.start}, {span.end}) has {len(span.logprobs)} log-probs and {len(span.versions)} "
                 f"versions; it needs one for each token"
             )
-        if not 0 < span.temperature < math.inf:
-            raise InvalidSequenceError(f"a span's temperature is {span.temperature}; allowed are finite values above 0")
-        if not 0 <= span.weight < math.inf:
-            raise InvalidSequenceError(f"a span's weight is {span.weight}; allowed are finite values from 0")
-        if span.advantage is not None and not math.isfinite(span.advantage):
-            raise InvalidSequenceError(f"a span's advantage is {span.advantage}; allowed are finite values")
-        for at, logprob in enumerate(span.logprobs, span.start):
-            if not -math.inf < logprob <= LOGPROB_MAX:
-                raise InvalidSequenceError(f"logprobs has {logprob} for token {at}; allowed are finite values up to 0")
+        if (fault := _range_fault(span)) is not None:
+            raise InvalidSequenceError(fault)
         if min(span.versions, default=0) < 0:
             raise InvalidSequenceError(f"versions has {min(span.versions)}; allowed are values from 0")
+
+
+def _range_fault(span: group.Span) -> str | None:
+    """The first of its numbers that is out of range (not-a-number is, too)."""
+    low, high = TEMPERATURES
+    if not low <= span.temperature <= high:
+        return f"a span's temperature is {span.temperature}; allowed are values from {low:g} to {high:g}"
+    if not 0 <= span.weight <= MAGNITUDE:
+        return f"a span's weight is {span.weight}; allowed are values from 0 to {MAGNITUDE:.0f}"
+    if span.advantage is not None and not abs(span.advantage) <= MAGNITUDE:
+        return f"a span's advantage is {span.advantage}; allowed are values from {-MAGNITUDE:.0f} to {MAGNITUDE:.0f}"
+    for at, logprob in enumerate(span.logprobs, span.start):
+        if not LOGPROB_MIN <= logprob <= LOGPROB_MAX:
+            return f"logprobs has {logprob} for token {at}; allowed are values from {LOGPROB_MIN:.0f} to 0"
+    return None
 
 
 def batches(items: Sequence[Item], limit: int = BATCH_TOKENS) -> list[list[Item]]:

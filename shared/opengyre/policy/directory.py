@@ -12,9 +12,16 @@ from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
-DEFAULTS: Final[dict[str, Any]] = {"rope_scaling": None, "rope_parameters": None, "attention_dropout": 0.0}
+DEFAULTS: Final[dict[str, Any]] = {"rope_scaling": None, "attention_dropout": 0.0}
 """Fields that the tiny decoder does not read, and the values with which it computes the same as the model that the
 config describes."""
+
+MAX_HEADER: Final = 100_000_000
+"""Bytes of a safetensors header at most, by the format; in another file its length may be any number."""
+UNUSABLE: Final = {
+    "quantization_config": "quantized weights cannot be trained; allowed are weights of float16, bfloat16 or float32",
+    "auto_map": "code that comes with a model is not run; allowed are the families that transformers has",
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,6 +44,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     fields = read_json(directory / CONFIG_FILE)
     if not isinstance(fields.get("model_type"), str):
         raise ModelDirectoryError(f"{directory / CONFIG_FILE}: model_type is missing; it names the model's family")
+    for name, reason in UNUSABLE.items():
+        if fields.get(name) is not None:
+            raise ModelDirectoryError(f"{directory / CONFIG_FILE}: {name} is set; {reason}")
     return fields
 
 
@@ -64,6 +74,41 @@ def weight_files(directory: Path) -> list[Path]:
             source = f"{INDEX_FILE} names it" if index.exists() else "weights are read from safetensors files"
             raise ModelDirectoryError(f"{directory / name} does not exist; {source}")
     return [directory / name for name in names]
+
+
+def check_weights(directory: Path) -> None:
+    """Raise `ModelDirectoryError` for a weight file that is missing or not whole; the tensors are not read."""
+    for path in weight_files(directory):
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = file.read(min(length, MAX_HEADER))
+            places = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+            end = 8 + length + max((stop for _, stop in places), default=0)
+        except OSError as error:
+            raise ModelDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelDirectoryError(f"{path} is not a safetensors file: its header cannot be read") from error
+        if size != end:
+            raise ModelDirectoryError(f"{path} has {size} bytes; its header says {end}")
+
+
+def check_directory(directory: Path) -> None:
+    """Raise `ModelDirectoryError` for what can be seen of an unusable policy without building it."""
+    fields = read_config(directory)
+    path = directory / CONFIG_FILE
+    vocabulary = fields.get("vocab_size")
+    if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
+        raise ModelDirectoryError(f"{path}: vocab_size is {vocabulary!r}; allowed are whole numbers from 1")
+    check_weights(directory)
+    # Who trains needs none; who turns chats into tokens does.
+    if not (directory / TOKENIZER_FILE).is_file():
+        raise ModelDirectoryError(f"{directory / TOKENIZER_FILE} does not exist; a run's policy has a tokenizer")
+    if vocabulary is None:
+        read_json(directory / TOKENIZER_FILE)  # The family's own size is known to transformers only.
+    else:
+        check_tokenizer(directory, vocabulary)
 
 
 def highest_token(tokenizer: dict[str, Any]) -> int:

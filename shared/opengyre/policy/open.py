@@ -29,6 +29,8 @@ class Policy:
     vocabulary: int
     context: int
     """Tokens of a sequence at most."""
+    config: str = CONFIG_FILE
+    """The file that describes it, for messages."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter, each once."""
@@ -39,14 +41,15 @@ class Policy:
         try:
             return driver_for(self.model)
         except UndrivableModelError as error:
-            raise ModelDirectoryError(f"{CONFIG_FILE}: this model cannot be trained exactly: {error}") from error
+            raise ModelDirectoryError(f"{self.config}: this model cannot be trained exactly: {error}") from error
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> what the parameter holds: float32, contiguous."""
         return {name: parameter.detach().float().contiguous() for name, parameter in self.parameters().items()}
 
     def fill(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """Take these weights; raises `ModelDirectoryError` naming a tensor of `source` that is missing or differs."""
+        """Take these weights; raises `ModelDirectoryError` naming a tensor of `source` that is missing or of
+        another shape, of whole numbers or not finite."""
         own = self.parameters()
         # Code of others may have stored the tied output embedding as well; the tiny decoder has no name for it.
         repeated = stock.tied(self.model) if self.model_type != "tiny" else {"lm_head.weight"}
@@ -59,6 +62,12 @@ class Policy:
                     f"{source}: the tensor {name} has the shape {tuple(given[name].shape)}; {CONFIG_FILE} needs "
                     f"{tuple(parameter.shape)}"
                 )
+            if not given[name].is_floating_point():
+                raise ModelDirectoryError(
+                    f"{source}: the tensor {name} is of {given[name].dtype}; allowed are floating-point weights"
+                )
+            if not bool(torch.isfinite(given[name].float()).all()):
+                raise ModelDirectoryError(f"{source}: the tensor {name} has values that are not finite")
         if extra := sorted(given.keys() - own.keys()):
             raise ModelDirectoryError(f"{source}: the tensor {extra[0]} is not one of this model's")
         with torch.no_grad():
@@ -69,16 +78,17 @@ class Policy:
 def build(directory: Path) -> Policy:
     """The policy that `config.json` describes, its weights not read. Raises `ModelDirectoryError`."""
     fields = files.read_config(directory)
+    described = str(directory / CONFIG_FILE)
     tiny = files.tiny_config(fields)
     if tiny is not None:
-        policy = Policy(TinyModel(tiny), "tiny", tiny.vocab_size, tiny.max_position_embeddings)
+        policy = Policy(TinyModel(tiny), "tiny", tiny.vocab_size, tiny.max_position_embeddings, described)
     else:
         model = stock.build(directory, fields)
         config: Any = model.config
         for name in ("vocab_size", "max_position_embeddings"):
             if not isinstance(getattr(config, name, None), int):
                 raise ModelDirectoryError(f"{directory / CONFIG_FILE}: {name} is missing; it is a number of tokens")
-        policy = Policy(model, config.model_type, config.vocab_size, config.max_position_embeddings)
+        policy = Policy(model, config.model_type, config.vocab_size, config.max_position_embeddings, described)
     files.check_tokenizer(directory, policy.vocabulary)
     return policy
 

@@ -38,9 +38,10 @@ def build(directory: Path, fields: dict[str, Any]) -> nn.Module:
         # The generator belongs to who trains: building a model must not move it.
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except Exception as error:  # A family's own code meets the values, so its faults are of any type.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ModelDirectoryError(
-            f"{directory / CONFIG_FILE}: no causal model of type {kind!r} can be built of it: {error}"
+            f"{directory / CONFIG_FILE}: no causal model of type {kind!r} can be built of it: {reason}"
         ) from error
     return model.eval()
 

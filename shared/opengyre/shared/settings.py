@@ -155,6 +155,11 @@ class HostSettings(Section):
     )
     chunk: int = Field(default=2048, ge=1, description="tokens that a training cell computes at once; bounds memory")
     offload: bool = Field(default=False, description="a training cell keeps keys and values in host memory")
+    forest_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="distinct tokens that a training cell walks at once; more are walked in parts; default: all",
+    )
     capacity: float = Field(default=32, ge=1, description="calls it serves at full speed; the tiny engine rounds down")
     dry_switch: bool = Field(
         default=True, description="sleep and wake once after the first load, so that a switch's duration is known"

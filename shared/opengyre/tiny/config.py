@@ -6,10 +6,30 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
+COUNTS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 class ModelDirectoryError(ValueError):
     """A model directory that cannot be used; the message names the file or field and what is allowed."""
+
+
+def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """`rope_theta` as transformers writes it since 5.0: in `rope_parameters`. Empty where that is missing."""
+    parameters = fields.get("rope_parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
+        raise ModelDirectoryError(
+            f"{CONFIG_FILE}: rope_parameters is {parameters!r}; the tiny engine needs the rope_type 'default'"
+        )
+    if other := sorted(parameters.keys() - {"rope_type", "rope_theta"}):
+        raise ModelDirectoryError(
+            f"{CONFIG_FILE}: rope_parameters has {other[0]!r}; the tiny engine needs rope_type and rope_theta only"
+        )
+    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +48,10 @@ class TinyConfig:
     eos_token_id: int = 1
 
     def __post_init__(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ModelDirectoryError(f"{CONFIG_FILE}: {name} is {value!r}; allowed are whole numbers from 1")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ModelDirectoryError(
                 f"hidden_size is {self.hidden_size}; it must be a multiple of twice num_attention_heads "
@@ -78,6 +102,7 @@ class TinyConfig:
                 raise ModelDirectoryError(
                     f"config.json: {name} is {fields.get(name)!r}; the tiny engine needs {allowed!r}"
                 )
+        fields = {**fields, **_rope(fields)}
         try:
             return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
         except KeyError as missing:

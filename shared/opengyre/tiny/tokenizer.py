@@ -21,6 +21,8 @@ from opengyre.tiny.config import ModelDirectoryError
 TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 MAX_VOCABULARY: Final = 512
+LONG: Final = 1 << 14
+"""From so many characters a text is encoded as a batch of one, which lets the interpreter's other threads run."""
 
 Message = Mapping[str, Any]
 
@@ -38,6 +40,9 @@ class TinyTokenizer:
             if token is None:
                 raise ModelDirectoryError(f"{TOKENIZER_FILE}: the special token {special} is missing")
             self._specials[special] = token
+        # A character of a byte-level token is a byte, and a character of text is a byte or more.
+        words = tokenizer.get_vocab(with_added_tokens=True)
+        self._longest = max(len(word) for word in words if word not in self._specials)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int = MAX_VOCABULARY) -> "TinyTokenizer":
@@ -91,6 +96,11 @@ class TinyTokenizer:
         return self._tokenizer.get_vocab_size()
 
     @property
+    def longest_token(self) -> int:
+        """Bytes of the longest token that is not special: no token stands for more characters of text."""
+        return self._longest
+
+    @property
     def bos_id(self) -> int:
         return self._specials[template.BOS]
 
@@ -105,7 +115,9 @@ class TinyTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def begin(self, text: str) -> list[int]:
         """Token ids of plain text with which a context begins."""
