@@ -43,9 +43,9 @@ def execs_of(backend: Bubblewrap, sandbox: str) -> Path:
 class Node:
     """A manager on a folder that can be left as a crash would leave it."""
 
-    def __init__(self, root: Path, **more: int) -> None:
+    def __init__(self, root: Path, max_sandboxes: int = 512) -> None:
         self.backend = Bubblewrap(root)
-        self.manager = Manager(self.backend, "n0", DEFAULTS, **more)
+        self.manager = Manager(self.backend, "n0", DEFAULTS, max_sandboxes)
 
     def create(self, name: str, **more: object):
         return self.manager.create(SandboxSpec(**({"sandbox": name, "owner": "test"} | more)))  # type: ignore[arg-type]  # fields by keyword, checked at run time
