@@ -214,6 +214,17 @@ async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus
     assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
 
 
+@pytest.mark.parametrize(("turns", "said"), [(40, True), (4, False)])
+async def test_a_dry_run_says_that_tasks_turns_go_before_the_harness(
+    gyre: Gyre, tmp_path: Path, turns: int, said: bool
+) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text() + f"[run.harness]\nmax_turns = {turns}\n")
+    line = f"6 tasks say max_turns = 4 themselves, which holds for them; run.harness.max_turns = {turns} does not"
+    assert (line in await gyre.shown("run", str(recipe), "--dry-run")) is said
+    assert (await gyre.json("run", str(recipe), "--dry-run"))["own_turns"] == ({"4": 6} if said else {})
+
+
 async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: Path) -> None:
     report = await gyre.json("run", str(write_recipe(tmp_path)), "--no-follow")
     assert (report["spec"]["run"], report["spec"]["state"]) == ("shell", "active")
@@ -223,6 +234,7 @@ async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: P
     ("change", "sentence"),
     [
         (("[tasks]", "[task]"), "unknown table task; allowed: run, tasks"),
+        (("[tasks]", "[harness]\nmax_turns = 9\n[tasks]"), r"unknown table harness; did you mean run\.harness\?"),
         (("updates", "update"), r"unknown field run\.update; allowed here: run, model"),
         (("batch_groups", "groups"), r"unknown field run\.dispatch\.groups; allowed here: phi"),
         (("updates = 2", "updates = 0"), "updates is 0; allowed are values from 1"),
