@@ -327,6 +327,14 @@ async def test_a_replay_into_a_fresh_processor_gives_the_same_groups_each_time(g
     groups = [codec.decode(line.encode()) for line in first.splitlines()]
     assert [group.group for group in groups] == ["demo-g000000"]  # type: ignore[attr-defined]  # the stream holds this kind only
 
+    # An event that is malformed is told of and ends nothing.
+    await bus.publish_raw(subjects.traj("demo", "demo-g000000", "x", "call"), b"{\n" + b"\xff", "x", "traj.call.v1")
+    result = await gyre.run(*words)
+    assert (result.exit_code, result.stdout) == (0, first)
+    assert (
+        "replay: event 11 on gyre.v1.traj.demo.demo-g000000.x.call is passed over: Expected `object`" in result.stderr
+    )
+
 
 async def test_options_that_mean_nothing_are_refused(gyre: Gyre, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_read, "CONNECT_S", 0.5)

@@ -4,7 +4,8 @@ later.
 No state of its own: the TRAJ stream holds everything, so any replica handles any message. What an event of the log
 made of its group is a function of the log up to it (`assemble`), so each event's handler publishes what that event
 caused, and what is published twice is one message (its id), or is known to the trainer by its frontier. The order is:
-the events of its log that are malformed, as dead letters; the group; that it is scored; then the acknowledgement. A
+the events of its log that are malformed or contradict their subject, as dead letters (also where no member has a start,
+so that there is nothing else to tell); the group; that it is scored; then the acknowledgement. A
 deadline that passed is written into the group's log, at most once (expected last sequence 0), and is an event like an
 end.
 
