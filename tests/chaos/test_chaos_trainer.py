@@ -1,4 +1,5 @@
-"""kill -9 of the trainer at 50 moments, many of them inside a commit: each execution is consumed exactly once."""
+"""kill -9 of the trainer at 50 moments, many of them inside a commit: each execution is consumed exactly once, and
+the weights are those that an undisturbed trainer makes."""
 
 import asyncio
 import contextlib
@@ -8,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from opengyre.proto import subjects
+from opengyre.proto.ids import group_of
 from opengyre.proto.run import RunSpec
 from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bucket, Bus, LeaseOwner
@@ -17,8 +20,10 @@ from opengyre.shared.bus.topology import consumers
 from opengyre.shared.settings import CacheSettings
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.model import TinyModel
+from opengyre.trainer.learner import Learner, Total
+from opengyre.trainer.store import Store
 from support import eventually
-from support.trainer_fakes import CONFIG, RUN, B, Cell, check_exactly_once, offer, ready, start_run
+from support.trainer_fakes import CONFIG, RUN, B, Cell, check_exactly_once, events, offer, ready, start_run
 from support.trainer_lives import Lives
 
 KILLS, UPDATES, SEED = 50, 60, 11
@@ -89,7 +94,10 @@ async def test_fifty_deaths_of_the_trainer_lose_and_double_nothing(
         Lives(python, nats_server.url, state, tmp_path / "trainer.log") as lives,
         asyncio.TaskGroup() as tasks,
     ):
-        cells = [Cell(bus, blobs, f"h{number}") for number in range(2)]
+        cells = [
+            Cell(bus, blobs, f"h{n}", gradient=lambda item: len(item.executions) * share(item.group.group))
+            for n in range(2)
+        ]
         training = [tasks.create_task(cell.train(random.Random(n), killed=True)) for n, cell in enumerate(cells)]
         await offer(bus, *(ready(number) for number in range(UPDATES * B)))
         for number in range(KILLS):
@@ -114,3 +122,34 @@ async def test_fifty_deaths_of_the_trainer_lose_and_double_nothing(
             await asyncio.gather(*training)
     assert inside >= 5, "several deaths left a checkpoint half written"
     await check_exactly_once(bus, UPDATES * B, UPDATES)
+    await check_weights(bus, tmp_path / "model", state / "trainer" / RUN)
+
+
+def share(group: str) -> float:
+    """Each element of the gradient of one execution of this group: so small that no sum of an update is clipped."""
+    return (1 + int(group[-6:]) % 7) * 1e-4
+
+
+async def check_weights(bus: Bus, model: Path, checkpoints: Path) -> None:
+    """The last checkpoint, optimizer and all, is that of a trainer that never died and was given the same executions in
+    the same updates, each once."""
+    [spec, _] = await Bucket(bus, subjects.KV_RUNS, RunSpec).get(RUN) or (None, 0)
+    assert spec is not None
+    undisturbed = Learner(model, spec.optimization, resume=False)
+    before = {name: tensor.clone() for name, tensor in undisturbed.state().items()}
+    parameters = undisturbed.policy.parameters()
+    root = sum(parameter.numel() for parameter in parameters.values()) ** 0.5
+    for event in await events(bus, subjects.UPDATES, subjects.update(RUN, "committed")):
+        value = sum(share(group_of(execution)) for execution in event.executions)
+        assert event.gradient_norm == pytest.approx(value * root, rel=1e-5)
+        total = Total({name: torch.full(p.shape, value, dtype=torch.float64) for name, p in parameters.items()})
+        undisturbed.step(total, 1.0, update=event.update, updates=spec.updates)
+    store = Store(checkpoints, 3)
+    record = store.latest()
+    assert record is not None
+    found = Learner(store.directory(record.version), spec.optimization, resume=True).state()
+    wanted = undisturbed.state()
+    assert found.keys() == wanted.keys() > before.keys(), "the optimizer has a state"
+    for name in wanted.keys() - {"rng"}:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-7, msg=lambda m, of=name: f"{of}: {m}")
+        assert name not in before or (found[name] - before[name]).abs().max() > 1e-3, "it was trained"

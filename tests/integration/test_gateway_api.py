@@ -22,7 +22,7 @@ from opengyre.proto.update import Committed, UpdateStats
 from opengyre.proto.weights import Manifest, ShardFile, WeightsApplied, WeightsPublished, WeightsRefused
 from opengyre.shared.bus import Bucket, Bus, read
 from support import eventually
-from support.gateway_fakes import FakeAllocator, Running, gateway_on, log_of
+from support.gateway_fakes import FakeAllocator, Running, gateway_on, log_of, spoil
 
 RUN = examples.RUN_IN
 TASK = examples.TASK_IN
@@ -252,6 +252,29 @@ async def test_a_task_its_group_and_its_execution_can_be_read(gateway: Running, 
     assert "no task nope in run demo" in await gateway.refused(404, "GET", "/v1/tasks/demo/nope")
     assert "no group demo-g000009" in await gateway.refused(404, "GET", "/v1/groups/demo-g000009")
     assert "no execution" in await gateway.refused(404, "GET", "/v1/executions/demo-g000009-e00")
+
+
+async def test_an_undecodable_event_of_a_log_is_shown_as_such_and_is_no_fault(gateway: Running, bus: Bus) -> None:
+    await gateway.given(201, "POST", "/v1/runs", RUN)
+    await gateway.given(202, "POST", "/v1/tasks", {**TASK, "repeat": 1})
+    await publish_execution(bus)
+    await spoil(bus, EXECUTION, "write-000001")
+    report = await gateway.given(200, "GET", f"/v1/executions/{EXECUTION}")
+    assert len(report["log"]) == 5 + 8
+    assert all("type" in entry["event"] for entry in report["log"][:5])
+    reasons = {entry["event"]["undecodable"] for entry in report["log"][5:]}
+    assert reasons == {"Object missing required field `run`", "JSON is nested too deeply"}
+    assert report["score"] == 0.75
+    group = await gateway.given(200, "GET", f"/v1/groups/{GROUP}")
+    assert group["members"][0]["score"] == 0.75
+    task = await gateway.given(200, "GET", "/v1/tasks/demo/write-000001")
+    assert task["groups"][0]["scores"] == {EXECUTION: 0.75}
+    listing = await gateway.given(200, "GET", "/v1/tasks?limit=1")
+    # A page that held nothing readable is no page to stay at.
+    listing = await gateway.given(200, "GET", f"/v1/tasks?limit=1&after={listing['tasks'][0]['sequence']}")
+    assert (listing["tasks"], listing["next"]) == ([], None)
+    for path in ("runs/demo", "runs", "updates", "weights", "decisions", "decisions?last=true", "status"):
+        await gateway.given(200, "GET", f"/v1/{path}")
 
 
 async def test_a_listing_with_a_filter_that_little_matches_is_bounded_and_goes_on(

@@ -214,6 +214,17 @@ async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus
     assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
 
 
+@pytest.mark.parametrize(("turns", "said"), [(40, True), (4, False)])
+async def test_a_dry_run_says_that_tasks_turns_go_before_the_harness(
+    gyre: Gyre, tmp_path: Path, turns: int, said: bool
+) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text() + f"[run.harness]\nmax_turns = {turns}\n")
+    line = f"6 tasks say max_turns = 4 themselves, which holds for them; run.harness.max_turns = {turns} does not"
+    assert (line in await gyre.shown("run", str(recipe), "--dry-run")) is said
+    assert (await gyre.json("run", str(recipe), "--dry-run"))["own_turns"] == ({"4": 6} if said else {})
+
+
 async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: Path) -> None:
     report = await gyre.json("run", str(write_recipe(tmp_path)), "--no-follow")
     assert (report["spec"]["run"], report["spec"]["state"]) == ("shell", "active")
@@ -223,6 +234,7 @@ async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: P
     ("change", "sentence"),
     [
         (("[tasks]", "[task]"), "unknown table task; allowed: run, tasks"),
+        (("[tasks]", "[harness]\nmax_turns = 9\n[tasks]"), r"unknown table harness; did you mean run\.harness\?"),
         (("updates", "update"), r"unknown field run\.update; allowed here: run, model"),
         (("batch_groups", "groups"), r"unknown field run\.dispatch\.groups; allowed here: phi"),
         (("updates = 2", "updates = 0"), "updates is 0; allowed are values from 1"),
@@ -314,6 +326,14 @@ async def test_a_replay_into_a_fresh_processor_gives_the_same_groups_each_time(g
     assert first == second
     groups = [codec.decode(line.encode()) for line in first.splitlines()]
     assert [group.group for group in groups] == ["demo-g000000"]  # type: ignore[attr-defined]  # the stream holds this kind only
+
+    # An event that is malformed is told of and ends nothing.
+    await bus.publish_raw(subjects.traj("demo", "demo-g000000", "x", "call"), b"{\n" + b"\xff", "x", "traj.call.v1")
+    result = await gyre.run(*words)
+    assert (result.exit_code, result.stdout) == (0, first)
+    assert (
+        "replay: event 11 on gyre.v1.traj.demo.demo-g000000.x.call is passed over: Expected `object`" in result.stderr
+    )
 
 
 async def test_options_that_mean_nothing_are_refused(gyre: Gyre, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,19 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
 from opengyre.gateway import examples
-from opengyre.shared.bus import Bus
-from support.gateway_fakes import FakeAllocator, gateway_on
+from opengyre.proto import subjects
+from opengyre.proto.decision import GroupEntry
+from opengyre.proto.task import Check, TaskSpec, TaskSubmitted
+from opengyre.shared.bus import Bucket, Bus, serving
+from opengyre.trajectory.answers import Answers
+from support.gateway_fakes import FakeAllocator, gateway_on, log_of, spoil
 
 EXAMPLES = 12
 """Of each operation and each kind, those that the document allows and those that it does not."""
 BOUND_S = 20.0
+EXECUTION = "demo-g000003-e00"
+THERE = {"run": "demo", "task": "write-000001", "group": "demo-g000003", "execution": EXECUTION}
+"""What is in the streams, between messages that are no events."""
 
 
 def streams(operation: Any) -> bool:
@@ -37,6 +44,9 @@ def drawn(document: dict[str, Any], url: str) -> Counter[int]:
         )  # fmt: skip
         @given(operation.as_strategy(generation_mode=mode))
         def once(case: Any) -> None:
+            if mode is GenerationMode.POSITIVE and operation.method.upper() == "GET":
+                # Drawn names are of nothing that there is.
+                case.path_parameters.update({name: THERE[name] for name in case.path_parameters if name in THERE})
             try:
                 answer = case.call(base_url=url, timeout=BOUND_S)
             except requests.exceptions.RequestException as error:
@@ -63,8 +73,24 @@ def drawn(document: dict[str, Any], url: str) -> Counter[int]:
 
 
 async def test_no_request_of_the_document_is_a_fault_of_the_server(bus: Bus, tmp_path: Path) -> None:
-    async with gateway_on(bus, tmp_path) as gateway, FakeAllocator("demo").answering(bus):
+    async with (
+        gateway_on(bus, tmp_path) as gateway,
+        FakeAllocator("demo").answering(bus),
+        serving(bus, "trajectory", "any", Answers(bus, gateway.context.blobs).endpoints()),
+    ):
         await gateway.given(201, "POST", "/v1/runs", examples.RUN_IN)
+        spec = TaskSpec(task=THERE["task"], instruction="x", checks=(Check(name="a", command="true", weight=1.0),))
+        await bus.publish(
+            subjects.task("demo", spec.task, "submitted"), TaskSubmitted(run="demo", task=spec.task, spec=spec)
+        )
+        entry = GroupEntry(
+            run="demo", group=THERE["group"], task=spec.task, sequence=0, purpose="train", state="trained",
+            executions=(EXECUTION,), admitted_version=1, dispatched=True, consumed_version=3,
+        )  # fmt: skip
+        await Bucket(bus, subjects.KV_LEDGER, GroupEntry).put(entry.group, entry)
+        for subject, event in log_of(EXECUTION, (EXECUTION,), spec):
+            await bus.publish(subject, event)
+        await spoil(bus, EXECUTION, spec.task)
         document = await gateway.given(200, "GET", "/openapi.json")
         answered = await asyncio.to_thread(drawn, document, gateway.url)
     assert answered[200] > 20, answered

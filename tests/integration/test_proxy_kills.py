@@ -58,7 +58,7 @@ async def test_a_call_whose_host_is_killed_goes_on_with_its_tokens(
     await publish_version(stack)
     stack.sandboxes.delay_s = 600
     # An untrained policy may end its turn at any token; under this seed it says much before it does.
-    base = msgspec.structs.replace(dispatch(agent="program", program="wait", max_tokens=300), seed=SEED)
+    base = msgspec.structs.replace(dispatch(agent="program", program="wait", max_tokens=300, streams="live"), seed=SEED)
     calm = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 0))
     moved = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 1))
     with contextlib.ExitStack() as processes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import random
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from opengyre.proto import subjects
+from opengyre.cli.stream_lines import record as as_record
+from opengyre.proto import codec, subjects
 from opengyre.proto.base import tag_of
 from opengyre.proto.dlq import DeadLetter
 from opengyre.proto.episode import EpisodeDispatch
@@ -25,7 +27,7 @@ from opengyre.shared.bus import Bus, TooLargeError, consume, pulling, read
 from opengyre.shared.bus.topology import consumers
 from opengyre.shared.lifecycle import Context
 from opengyre.shared.settings import CacheSettings, Settings
-from opengyre.trajectory.replay import replay_groups
+from opengyre.trajectory.replay import replay_groups, run
 from opengyre.trajectory.service import Trajectory
 from support import eventually
 
@@ -203,6 +205,71 @@ async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, b
     trained = {member.execution[-3:]: member.trained_tokens for member in first.members}
     assert trained == {"e01": 0, "e02": 0, "e03": 0, "e05": 3, "e06": 3, "e07": 0}
     assert first.refused == {"empty_completion": 1, "logprobs_length": 1, "token_id": 2}
+
+
+async def letters(bus: Bus) -> dict[int, str]:
+    """Sequence in TRAJ -> why it is a dead letter."""
+    dead = [e for s in await read(bus, subjects.DLQ, ">") if isinstance(e := s.event(), DeadLetter)]
+    return {letter.origin_sequence: letter.error for letter in dead}
+
+
+async def test_a_replay_of_a_spoilt_log_gives_the_bytes_that_went_to_the_trainer(
+    bus: Bus, blobs: Blobs, tmp_path: Path
+) -> None:
+    """A call without its ids, garbage, and an event whose ids contradict its subject: also in a log of no member."""
+    first, second, third = logs(1, 1.0, 0.0, 0.5)
+    stray = logs(2, 1.0, 0.0)[0][1]
+    document = msgspec.to_builtins(third[1])
+    del document["sampled_ids"]
+    async with service(bus, blobs, tmp_path):
+        await record(bus, *first, *third[:1])
+        subject = subjects.traj(RUN, third[0].group, third[0].execution, "call")
+        without = await bus.publish_raw(subject, msgspec.json.encode(document), "x1", "traj.call.v1")
+        garbage = await bus.publish_raw(subject, b"{garbage\n\xff", "x2", "traj.call.v1")
+        contrary = await bus.publish_raw(
+            subjects.traj(RUN, third[0].group, "nobody", "call"), codec.encode(stray), "x3", "traj.call.v1"
+        )
+        await record(bus, *third[2:], *second)
+
+        async def one() -> bool:
+            return len(await scored(bus)) == 1
+
+        await eventually(one, 30)
+    told = await letters(bus)
+    assert told.keys() == {without, garbage, contrary}
+    assert "contradict its subject" in told[contrary]
+    out, complaints = io.BytesIO(), list[str]()
+    lines = [
+        msgspec.json.encode(as_record(subjects.TRAJ, stored))
+        for stored in await read(bus, subjects.TRAJ, subjects.traj(RUN, "*", "*", "*"))
+    ]
+    assert await run(io.BytesIO(b"\n".join(lines)), out, blobs.get, complaints.append) == 1
+    assert len(complaints) == 3
+    (made,) = await ready(bus)
+    assert {member.execution for member in made.members} == {first[0].execution, second[0].execution}
+    assert out.getvalue() == codec.encode(made) + b"\n"
+
+
+async def test_garbage_of_a_group_without_a_start_becomes_dead_letters(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
+    first, second = logs(1, 1.0, 0.0)
+    subject = subjects.traj(RUN, first[0].group, first[0].execution, "call")
+    async with service(bus, blobs, tmp_path):
+        garbage = await bus.publish_raw(subject, b"{garbage", "x1", "traj.call.v1")
+        contrary = await bus.publish_raw(subject, codec.encode(second[1]), "x2", "traj.call.v1")
+        await record(bus, *first[2:])
+        wrong = await bus.publish_raw(
+            subjects.traj(RUN, first[0].group, second[0].execution, "ended"), codec.encode(logs(2, 1.0, 0.0)[1][3]),
+            "x3", "traj.ended.v1",
+        )  # fmt: skip
+
+        async def told() -> bool:
+            return {garbage, contrary, wrong} <= (await letters(bus)).keys()
+
+        await eventually(told, 30)
+        why = await letters(bus)
+    assert "contradict its subject" in why[contrary]
+    assert "contradict its subject" in why[wrong]
+    assert any("not complete" in reason for reason in why.values())
 
 
 async def test_kill_9_at_any_time_makes_each_group_once(bus: Bus, nats_server, tmp_path: Path) -> None:

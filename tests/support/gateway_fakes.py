@@ -163,3 +163,18 @@ def log_of(execution: str, members: tuple[str, ...], task: TaskSpec, value: floa
         ("ended", Ended(**ids, index=4, reason="done", turns=1, sampled_tokens=2, duration_s=0.5, members=members)),
     ]  # fmt: skip
     return [(subjects.traj(run, group, execution, kind), event) for kind, event in log]
+
+
+async def spoil(bus: Bus, execution: str, task: str) -> None:
+    """Put messages that are no events under each subject of an execution, its task, its run and the dead letters."""
+    run, group = run_of(execution), group_of(execution)
+    spoilt = [
+        *(subjects.traj(run, group, execution, kind) for kind in ("started", "call", "verified", "ended")),
+        *(subjects.task(run, task, kind) for kind in ("admitted", "scored", "consumed")),
+        subjects.task(run, "unreadable", "submitted"), subjects.update(run, "committed"),
+        *(subjects.weights(run, kind) for kind in ("published", "applied", "refused")),
+        subjects.decision(run), subjects.dlq("TRAJ", "trajectory"),
+    ]  # fmt: skip
+    for subject in spoilt:
+        await bus.publish_raw(subject, b'{"type":"traj.call.v1"}', f"no-event-1-{subject}", "x")
+        await bus.publish_raw(subject, b'{"type":"traj.call.v1","a":' + b"[" * 5000, f"no-event-2-{subject}", "x")

@@ -99,6 +99,21 @@ def test_a_digest_begins_with_the_type_and_shortens_long_lists() -> None:
     assert digest(payload) == "traj.call.v1 prompt_ids=[40] text='a b'"
 
 
+@pytest.mark.parametrize("payload", [b"[" * 7_000_000, b'{"a":' * 100_000, b"[" * 900 + b"]" * 900])
+def test_a_message_that_is_nested_too_deeply_is_shown_and_recorded(payload: bytes) -> None:
+    stored = Stored(subject="gyre.v1.traj.r.g.e.call", sequence=7, payload=payload)
+    assert len(line(stored, 120)) == 120
+    assert msgspec.json.encode(record(subjects.TRAJ, stored)).count(b"\n") == 0
+    assert not select("TASKS", group="r-g000001").takes(payload)
+
+
+def test_a_record_of_a_message_of_several_lines_is_one_line() -> None:
+    stored = Stored(subject="gyre.v1.traj.r.g.e.call", sequence=7, payload=b'{\n "a": "b\\nc"\n}')
+    text = msgspec.json.encode(record(subjects.TRAJ, stored))
+    assert b"\n" not in text
+    assert msgspec.json.decode(text)["event"] == {"a": "b\nc"}
+
+
 async def test_a_replay_keeps_the_recorded_pace() -> None:
     loop = asyncio.get_running_loop()
 

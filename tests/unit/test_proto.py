@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from opengyre.proto import codec, generate, ids, run, subjects
 from opengyre.proto.base import Event, tag_of
 from opengyre.proto.examples import examples
+from opengyre.shared.bus import Stored
 
 GOLDEN = sorted((generate.ROOT / "golden").glob("*.json"))
 
@@ -153,3 +154,11 @@ class _NotInContract(Event, frozen=True, kw_only=True, tag="x.y.v1"):
 def test_an_event_outside_the_contract_cannot_come_back() -> None:
     with pytest.raises(codec.UndecodableError):
         codec.decode(msgspec.json.encode(_NotInContract()))
+
+
+def test_an_event_that_is_nested_too_deeply_is_undecodable_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    payload = b'{"type":"traj.call.v1","x":' + b"[" * 100_000
+    with pytest.raises(codec.UndecodableError, match="nested too deeply"):
+        codec.decode(payload)
+    assert Stored(subject="gyre.v1.traj.r.g.e.call", sequence=7, payload=payload).readable() is None
+    assert "message 7 on gyre.v1.traj.r.g.e.call is passed over" in caplog.text

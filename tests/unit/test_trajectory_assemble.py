@@ -185,12 +185,29 @@ async def test_replay_makes_the_groups_again_and_passes_over_what_is_not_whole()
     other = [msgspec.structs.replace(e, group="r-g000002") for e in group(1.0, 0.0)[:3]]
     source = io.BytesIO(b"\n".join(codec.encode(e) for e in [*other, *reversed(events)]))
     target = io.BytesIO()
-    assert await run(source, target, no_blob) == 1
+    assert await run(source, target, no_blob, print) == 1
     ready = assemble(events).ready
     assert target.getvalue() == codec.encode(ready) + b"\n"  # type: ignore[arg-type]  # events of the union, built or decoded
     assert replay_groups(events) == [ready]
-    with pytest.raises(codec.UndecodableError, match="line 1"):
-        await run(io.BytesIO(b"{"), io.BytesIO(), no_blob)
+
+
+async def test_a_malformed_event_does_not_end_a_replay_and_is_told_of() -> None:
+    """What a line has a subject for may not contradict it; what has none is of the group that it names."""
+    first, *rest = group(1.0, 0.0)
+    place = {"stream": "TRAJ", "subject": f"gyre.v1.traj.r.{GROUP}.x.call", "sequence": 70}
+    call = msgspec.Raw(codec.encode(msgspec.structs.replace(first, group="r-g000007")))
+    records = [
+        msgspec.json.encode({**place, "event": event}) for event in (call, "caf\ufffd {", {"type": "traj.call.v1"})
+    ]
+    lines = [codec.encode(first), b"{", *records, b"[" * 9000, b'{"event":' + b"[" * 9000, *map(codec.encode, rest)]
+    target, told = io.BytesIO(), list[str]()
+    assert await run(io.BytesIO(b"\n".join(lines)), target, no_blob, told.append) == 1
+    assert target.getvalue() == codec.encode(replay_groups([first, *rest])[0]) + b"\n"
+    assert [line.split(" is passed over: ")[0].split(" on ")[0] for line in told] == [
+        "event 2", *["event 70"] * 3, "event 6", "event 7",
+    ]  # fmt: skip
+    assert "contradict its subject" in told[1]
+    assert "missing required field" in told[3]
 
 
 OVERDUE = Overdue(run="r", group=GROUP)

@@ -151,3 +151,14 @@ def test_ids_outside_the_vocabulary_are_refused_as_they_were() -> None:
 def test_an_execution_that_the_log_does_not_have() -> None:
     with pytest.raises(UnknownExecutionError, match="no start of execution"):
         explain(MEMBERS[1], log(MEMBERS[0], 1.0))
+
+
+def test_show_says_trained_where_nothing_was() -> None:
+    """In a group without variance every advantage is 0: the trainer leaves it out."""
+    refused = call("bare", (30,), (31, 32), logprobs=(-0.5,))
+    events = [*log(MEMBERS[0], 1.0, ONE, refused), *log(MEMBERS[1], 1.0, call("z", (1, 2), (3,)))]
+    report = explain(MEMBERS[0], events)
+    assert outcomes(report) == {"a": "not_trained: no advantage", "bare": "refused: logprobs_length"}
+    assert (report.group_state, report.advantage, report.trained_tokens) == ("ready", 0.0, 0)
+    assert [(path.calls, path.trained_tokens) for path in report.paths] == [(("a",), 0)]
+    assert [(one.path, one.weight, one.advantage) for one in report.per_call] == [(None, None, None)] * 2

@@ -84,3 +84,5 @@ def decode(payload: bytes, kind: str | None = None) -> Event:
         return _decoder.decode(payload)
     except msgspec.DecodeError as error:
         raise UndecodableError(str(error)) from error
+    except RecursionError as error:
+        raise UndecodableError("JSON is nested too deeply") from error

@@ -10,7 +10,8 @@ from opengyre.proto.base import Record
 
 Outcome = Literal["trained", "refused", "left_out", "not_trained"]
 """`trained`: its tokens have a loss in one path. `refused`: they cannot be trained. `left_out`: the bound on paths did
-not reach it. `not_trained`: nothing of the execution is trained, or not yet."""
+not reach it. `not_trained`: nothing of the execution is trained, or not yet; with the reason `no advantage` its tokens
+went to the trainer, where only a KL term moves anything."""
 
 
 class ExplainRequest(Record, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ class Answers:
         if spec is None:
             raise not_found("run", run, term.runs)
         last = await self._bus.last(subjects.weights(run, "published"), subjects.WEIGHTS)
-        event = last.event() if last is not None else None
+        event = last.readable() if last is not None else None
         published = event.manifest.version if isinstance(event, WeightsPublished) else -1
         return report(run, spec.dispatch, Ledger(term.entries.get(run, ())), published)
 

@@ -78,6 +78,6 @@ class Levels:
         """Publish the commands of levels that a former leader wrote and did not live to tell."""
         for host, (level, _) in self.current().items():
             last = await self._bus.last(subjects.host(host, "command"), subjects.HOSTS)
-            told = last.event() if last is not None else None
+            told = last.readable() if last is not None else None
             if not isinstance(told, HostCommand) or told.desired.epoch < level.epoch:
                 await self._audit(level, None)

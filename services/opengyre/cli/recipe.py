@@ -14,6 +14,7 @@ count = 600
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -74,6 +75,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.run.updates is None else self.run.updates * self.run.dispatch.batch_groups
 
     @property
+    def own_turns(self) -> dict[int, int]:
+        """`max_turns` of tasks that say it and differ from the run's harness -> how many tasks."""
+        own = Counter(task.max_turns for task in self.tasks if task.max_turns is not None)
+        return {turns: own[turns] for turns in sorted(own) if turns != self.run.harness.max_turns}
+
+    @property
     def predicted_staleness(self) -> float:
         """E[d] = phi + (mu - 1) / 2."""
         return self.run.dispatch.phi + (self.run.dispatch.mu - 1) / 2
@@ -91,7 +98,8 @@ def read_recipe(path: Path) -> Plan:
         raise TaskFileError(f"recipe {path} is not valid TOML: {error}") from error
     for key in document:
         if key not in ("run", "tasks", "workload"):  # the last is the simulator's
-            raise TaskFileError(f"{path}: unknown table {key}; allowed: run, tasks, workload")
+            meant = f"; did you mean run.{key}?" if key in PARTS else ""
+            raise TaskFileError(f"{path}: unknown table {key}{meant or '; allowed: run, tasks, workload'}")
     return Plan(run=_run(path, document.get("run")), tasks=_tasks(path, document.get("tasks")))
 
 

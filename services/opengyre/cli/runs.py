@@ -127,6 +127,7 @@ def _explain(plan: Plan, json: bool) -> None:
         "groups": plan.groups,
         "groups_needed": plan.groups_needed,
         "predicted_staleness": plan.predicted_staleness,
+        "own_turns": plan.own_turns,
     }
     if json:
         show_json(facts)
@@ -142,6 +143,11 @@ def _explain(plan: Plan, json: bool) -> None:
         f"{int((dispatch.phi + dispatch.mu) * dispatch.batch_groups)} groups unconsumed, "
         f"E\\[d] = {plan.predicted_staleness:g}"
     )
+    for turns, tasks in plan.own_turns.items():
+        console.print(
+            f"{tasks} tasks say max_turns = {turns} themselves, which holds for them; "
+            f"run.harness.max_turns = {plan.run.harness.max_turns} does not"
+        )
     console.print(lacking(plan) or "the recipe is valid; nothing was started")
 
 

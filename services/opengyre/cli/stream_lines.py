@@ -9,6 +9,8 @@ from opengyre.shared.bus import Stored
 
 BULK = 16
 """Lists longer than this are shown as their length."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""No JSON, or JSON that is nested too deeply to be read or written."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,15 +23,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """When the broker stored it, seconds since the epoch."""
     id: str | None
     event: msgspec.Raw
-    """The payload as it is; a JSON string where it is no JSON."""
+    """The payload as it is, on one line; a JSON string where it is no JSON."""
 
 
 def record(stream: str, stored: Stored) -> Record:
-    """The message with its payload untouched."""
+    """The message with its payload untouched, but for line breaks between its values, so that it is one line."""
     try:
         msgspec.json.decode(stored.payload)
-        event = msgspec.Raw(stored.payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        event = msgspec.Raw(stored.payload.replace(b"\n", b" "))
+    except UNREADABLE:
         event = msgspec.Raw(msgspec.json.encode(stored.payload.decode("utf-8", "replace")))
     return Record(
         stream=stream,
@@ -52,9 +54,12 @@ def line(stored: Stored, width: int | None = None) -> str:
 def digest(payload: bytes) -> str:
     """The payload as one line: type first, long lists as their length."""
     try:
-        document = msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _digest(msgspec.json.decode(payload))
+    except UNREADABLE:
         return payload[:200].decode("utf-8", "replace")
+
+
+def _digest(document: Any) -> str:
     if not isinstance(document, dict):
         return str(document)
     kind = document.pop("type", "")

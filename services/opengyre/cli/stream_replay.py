@@ -17,6 +17,7 @@ import msgspec
 
 from opengyre.cli.stack import StackError
 from opengyre.cli.stream_lines import record
+from opengyre.proto import subjects
 from opengyre.shared.bus import Stored
 
 PROCESSOR_S = 600.0
@@ -74,7 +75,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 async def to_processor(messages: AsyncIterator[Stored], out: BinaryIO, state_dir: Path | None = None) -> int:
     """Feed a fresh trajectory processor and copy the groups that it makes to `out`; return how many events it got.
-    `state_dir`: of the stack whose blobs it reads, if not that of the settings."""
+    What it says of events that it passes over goes to stderr. `state_dir`: of the stack whose blobs it reads, if not
+    that of the settings."""
     environment = dict(os.environ) if state_dir is None else {**os.environ, "GYRE_STATE_DIR": str(state_dir)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -94,7 +96,7 @@ async def to_processor(messages: AsyncIterator[Stored], out: BinaryIO, state_dir
             nonlocal count
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it says itself why it ended
                 async for stored in messages:
-                    stdin.write(stored.payload.replace(b"\n", b" ") + b"\n")
+                    stdin.write(msgspec.json.encode(record(subjects.TRAJ, stored)) + b"\n")
                     await stdin.drain()
                     count += 1
             stdin.close()
@@ -108,9 +110,12 @@ async def to_processor(messages: AsyncIterator[Stored], out: BinaryIO, state_dir
         if process.returncode is None:
             process.kill()
             await process.wait()
+    said = complaint.result().decode("utf-8", "replace").strip().splitlines()
     if status != 0:
-        said = complaint.result().decode("utf-8", "replace").strip().splitlines()
         raise StackError(said[-1] if said else f"the processor ended with status {status}")
+    # The last line is its count.
+    for line in said[:-1]:
+        print(line, file=sys.stderr)
     out.write(groups.result())
     out.flush()
     return count

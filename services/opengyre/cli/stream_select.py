@@ -47,7 +47,7 @@ class Selection:
             return True
         try:
             ids = _ids.decode(payload)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return False
         return self.group in (None, ids.group) and self.execution in (None, ids.execution)
 

@@ -5,13 +5,19 @@ from typing import Any
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from opengyre.cli.client import number
 
 
 def plain(text: str) -> str:
     """Text that others wrote, for a terminal: neither markup nor control characters have an effect."""
-    return escape("".join(char if char.isprintable() else "·" for char in text))
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """The text with a dot for each control character."""
+    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 def heading(report: dict[str, Any]) -> str:
@@ -69,32 +75,62 @@ def paths(tree: dict[str, Any]) -> Table:
 
 
 def calls(tree: dict[str, Any]) -> Table:
-    """What became of each call, indented by how deep in the tree it goes on."""
-    table = Table(
-        "call", "turn", "role", "transition", "prompt", "sampled", "potential", "advantage", "outcome", "why", "text"
-    )
+    """What became of each call, indented by how deep in the tree it goes on. Columns that say one thing of all calls
+    are left out; a text gives way where the terminal is narrow."""
+    rows = tree["per_call"]
+    measured = any(one["potential"] is not None for one in rows)
+    own = any(one["advantage"] not in (None, tree["advantage"]) for one in rows)
+    nothing = common_reason(tree)
+    table = Table()
+    for name in ("call", "turn", "role", "how", "prompt", "new"):
+        table.add_column(name, min_width=16 if name == "how" else len(name), no_wrap=name != "how")
+    for name, wanted in (("worth", measured), ("credit", own)):
+        if wanted:
+            table.add_column(name, min_width=len(name), no_wrap=True)
+    table.add_column("outcome", min_width=len("outcome"))
+    table.add_column("text", min_width=8, max_width=40)
     depth: dict[str, int] = {}
-    for one in tree["per_call"]:
+    for one in rows:
         goes_on = one["transition"] in ("extend", "root")
         level = depth.get(one["related"] or "", 0) + (0 if goes_on else 1)
         depth[one["call"]] = level
         how = one["transition"] if goes_on else f"{one['transition']} of {one['related']} at {one['offset']}"
-        outcome = f"path {one['path']}" if one["outcome"] == "trained" else one["outcome"]
-        why = ", ".join(part for part in (one["diagnosis"], one["reason"]) if part)
-        text = " ".join(one["text"].split())
+        if one["diagnosis"]:
+            how += f" ({one['diagnosis']})"
+        figures = [number(one["potential"])] if measured else []
+        if own:
+            figures.append("-" if one["advantage"] is None else f"{one['advantage']:+.2f}")
         table.add_row(
             f"{'  ' * level}{plain(one['call'])}", str(one["turn"]), one["role"], plain(how),
-            str(one["prompt_tokens"]), str(one["sampled_tokens"]), number(one["potential"], 4),
-            "-" if one["advantage"] is None else f"{one['advantage']:+.4f}", outcome, plain(why),
-            plain(text if len(text) <= 40 else f"{text[:39]}…"),
+            str(one["prompt_tokens"]), str(one["sampled_tokens"]), *figures, plain(_outcome(one, nothing)),
+            Text(printable(" ".join(one["text"].split())), no_wrap=True, overflow="ellipsis"),
         )  # fmt: skip
     return table
+
+
+def common_reason(tree: dict[str, Any]) -> str | None:
+    """Why no call of the execution is trained, where that is one reason."""
+    reasons = {one["reason"] for one in tree["per_call"] if one["outcome"] == "not_trained"}
+    trained = any(one["outcome"] == "trained" for one in tree["per_call"])
+    return reasons.pop() if len(reasons) == 1 and not trained else None
+
+
+def _outcome(one: dict[str, Any], nothing: str | None) -> str:
+    if one["outcome"] == "trained":
+        return f"path {one['path']}"
+    name = one["outcome"].replace("_", " ")
+    if one["outcome"] == "left_out" or one["reason"] in (None, nothing):
+        return name  # The reason is said once, by the heading or by the name itself.
+    return f"{name}: {one['reason']}"
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print an answer of GET /v1/executions/EXECUTION/tree."""
     tree = report["tree"]
     console.print(heading(report))
+    nothing = common_reason(tree)
+    if nothing is not None:
+        console.print(f"not trained: {plain(nothing)}")
     chosen = (paths(tree),) if tree["paths"] else ()
     measured = (progress(tree),) if tree["progress"] else ()
     console.print(Group(figures(tree), *measured, *chosen, calls(tree)))

@@ -159,15 +159,15 @@ async def weights(
     subject = subjects.weights(name, "published")
     got = await page(deps.bus, subjects.WEIGHTS, subject, start=after + 1, limit=limit)
     latest = await deps.bus.last(subject, subjects.WEIGHTS)
-    newest = latest.event() if latest is not None else None
-    published = [(s.sequence, event) for s in got.messages if isinstance(event := s.event(), WeightsPublished)]
+    newest = latest.readable() if latest is not None else None
+    published = [(s.sequence, event) for s in got.messages if isinstance(event := s.readable(), WeightsPublished)]
     applied: dict[int, list[Applied]] = {}
     refused: dict[int, list[Refused]] = {}
     if published:
         filters = [subjects.weights(name, "applied"), subjects.weights(name, "refused")]
         answers = await page(deps.bus, subjects.WEIGHTS, filters, start=published[0][0], limit=APPLIED)
         for stored in answers.messages:
-            event = stored.event()
+            event = stored.readable()
             if isinstance(event, WeightsApplied):
                 one = Applied(host=event.host, boot=event.boot, duration_s=event.duration_s)
                 applied.setdefault(event.version, []).append(one)

@@ -82,7 +82,7 @@ async def list_decisions(
         messages, more = got.messages, got.left > 0
     found: list[DecisionAt] = []
     for stored in messages:
-        event = stored.event()
+        event = stored.readable()
         if isinstance(event, Decision):
             if not inputs:
                 event = msgspec.structs.replace(event, input=None, admission=None)

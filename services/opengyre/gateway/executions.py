@@ -14,11 +14,12 @@ from opengyre.gateway.openapi import documented
 from opengyre.gateway.problems import Problem
 from opengyre.gateway.runs import DepsOf
 from opengyre.proto import subjects
+from opengyre.proto.codec import UndecodableError
 from opengyre.proto.decision import GroupEntry
 from opengyre.proto.explain import ExplainReport, ExplainRequest
 from opengyre.proto.ids import group_of, run_of
 from opengyre.proto.traj import Ended, Part, Verified
-from opengyre.shared.bus import call, page
+from opengyre.shared.bus import Stored, call, page
 
 EVENTS = 2000
 EXPLAIN_S = 25.0
@@ -59,6 +60,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """When it was stored, seconds since the epoch."""
     event: dict[str, Any]
+    """`{"undecodable": reason}` where it cannot be read."""
 
 
 class ExecutionReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,10 +104,17 @@ async def _scored(deps: Deps, run: str, task: str, group: str) -> GroupSummary:
         left = got.left
         for stored in got.messages:
             start = stored.sequence + 1
-            event = stored.event()
-            if getattr(event, "group", None) == group:
+            event = stored.readable()
+            if event is not None and getattr(event, "group", None) == group:
                 known = fold_group(known, event)
     return known or GroupSummary(group=group, state="live")
+
+
+def _shown(stored: Stored, *, tokens: bool) -> dict[str, Any]:
+    try:
+        return shown(stored.event(), tokens=tokens)
+    except UndecodableError as error:
+        return {"undecodable": str(error)}
 
 
 @router.get(
@@ -121,7 +130,7 @@ async def read_group(deps: DepsOf, group: Annotated[str, Path(pattern=GROUP_PATT
     summary = await _scored(deps, entry.run, entry.task, group)
     logs = await deps.bus.subjects(subjects.TRAJ, subjects.traj(entry.run, group, "*", "*"))
     ends = await page(deps.bus, subjects.TRAJ, subjects.traj(entry.run, group, "*", "ended"), limit=4096)
-    ended = {event.execution: event for stored in ends.messages if isinstance(event := stored.event(), Ended)}
+    ended = {event.execution: event for stored in ends.messages if isinstance(event := stored.readable(), Ended)}
     events: dict[str, dict[str, int]] = {}
     for subject, many in logs.items():
         execution, kind = subject.split(".")[-2:]
@@ -167,14 +176,14 @@ async def read_execution(
         deps.bus.last(subjects.traj(run, group, execution, "ended"), subjects.TRAJ),
         deps.bus.last(subjects.traj(run, group, execution, "verified"), subjects.TRAJ),
     )
-    ended = last_ended.event() if last_ended is not None else None
-    verified = last_verified.event() if last_verified is not None else None
+    ended = last_ended.readable() if last_ended is not None else None
+    verified = last_verified.readable() if last_verified is not None else None
     parts = verified.parts if isinstance(verified, Verified) else ()
     summary = (
         await _scored(deps, run, found[0].task, group) if found is not None else GroupSummary(group=group, state="live")
     )
     entries = tuple(
-        LogEntry(sequence=stored.sequence, time=stored.timestamp, event=shown(stored.event(), tokens=tokens))
+        LogEntry(sequence=stored.sequence, time=stored.timestamp, event=_shown(stored, tokens=tokens))
         for stored in log.messages
     )
     return answer(

@@ -148,9 +148,9 @@ async def report_of(deps: Deps, spec: RunSpec) -> RunReport:
         deps.bus.last(subjects.weights(spec.run, "published"), subjects.WEIGHTS),
     )
     progress = Progress()
-    if committed is not None and isinstance(event := committed.event(), Committed):
+    if committed is not None and isinstance(event := committed.readable(), Committed):
         progress = Progress(update=event.update, version=event.version, score=event.score)
-    if published is not None and isinstance(news := published.event(), WeightsPublished):
+    if published is not None and isinstance(news := published.readable(), WeightsPublished):
         progress = msgspec.structs.replace(progress, published_version=news.manifest.version)
     return RunReport(spec=spec, progress=progress)
 
@@ -275,6 +275,6 @@ async def list_updates(
     spec, _ = await chosen_run(deps, run)
     subject = subjects.update(spec.run, "committed")
     found = await page(deps.bus, subjects.UPDATES, subject, start=after + 1, limit=limit)
-    events = [(stored.event(), stored.sequence) for stored in found.messages]
+    events = [(stored.readable(), stored.sequence) for stored in found.messages]
     updates = tuple(summary_of(event, sequence) for event, sequence in events if isinstance(event, Committed))
     return answer(UpdateList(run=spec.run, updates=updates, next=events[-1][1] if found.left else None))

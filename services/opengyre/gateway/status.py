@@ -82,7 +82,9 @@ async def dead_letters(deps: Deps) -> DeadLetters:
         return DeadLetters(count=0, last=())
     newest = (await deps.bus.stream_info(subjects.DLQ)).state.last_seq
     got = await page(deps.bus, subjects.DLQ, subjects.dlq("*", "*"), start=max(1, newest - LETTERS + 1), limit=LETTERS)
-    letters = [(stored.sequence, event) for stored in got.messages if isinstance(event := stored.event(), DeadLetter)]
+    letters = [
+        (stored.sequence, event) for stored in got.messages if isinstance(event := stored.readable(), DeadLetter)
+    ]
     return DeadLetters(
         count=total,
         last=tuple(

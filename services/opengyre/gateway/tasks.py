@@ -82,7 +82,7 @@ def refusal(run: RunSpec, specs: list[TaskSpec]) -> str | None:
 
 
 def _stored_spec(stored: Stored | None) -> TaskSpec | None:
-    event = stored.event() if stored is not None else None
+    event = stored.readable() if stored is not None else None
     return event.spec if isinstance(event, TaskSubmitted) else None
 
 
@@ -193,9 +193,9 @@ async def _folds(deps: Deps, run: str, submissions: list[tuple[TaskSubmitted, in
             left = got.left
             for stored in got.messages:
                 start = stored.sequence + 1
-                event = stored.event()
+                event = stored.readable()
                 task = getattr(event, "task", None)
-                if task in folds:
+                if event is not None and task in folds:
                     folds[task].take(event)
     return list(folds.values())
 
@@ -215,7 +215,7 @@ async def list_tasks(
     more = True
     while more and len(chosen) < limit and scanned < SCAN:
         got = await page(deps.bus, subjects.TASKS, subject, start=after + 1, limit=CHUNK)
-        submissions = [(stored.event(), stored.sequence) for stored in got.messages]
+        submissions = [(stored.readable(), stored.sequence) for stored in got.messages]
         wanted = [(event, sequence) for event, sequence in submissions if isinstance(event, TaskSubmitted)]
         more = got.left > 0
         for fold in await _folds(deps, spec.run, wanted):
@@ -226,6 +226,9 @@ async def list_tasks(
             summary = fold.summary()
             if state in (None, summary.state):
                 chosen.append(summary)
+        else:
+            # Also past submissions that cannot be read, which make no fold.
+            after = submissions[-1][1] if submissions else after
         scanned += len(submissions)
     return answer(TaskList(run=spec.run, tasks=tuple(chosen), next=after if more else None))
 
@@ -236,7 +239,7 @@ async def list_tasks(
 async def read_task(deps: DepsOf, run: RunPath, task: Annotated[str, Path(pattern=TOKEN_PATTERN)]) -> Response:
     await deps.run(run)
     stored = await deps.bus.last(subjects.task(run, task, "submitted"), subjects.TASKS)
-    event = stored.event() if stored is not None else None
+    event = stored.readable() if stored is not None else None
     if stored is None or not isinstance(event, TaskSubmitted):
         raise Problem(404, f"there is no task {task} in run {run}; GET /v1/tasks?run={run} lists them", field="task")
     (fold,) = await _folds(deps, run, [(event, stored.sequence)])

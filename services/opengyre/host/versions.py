@@ -83,7 +83,7 @@ async def in_turn(bus: Bus, run: str, owner: str) -> AsyncIterator[None]:
 async def last_published(bus: Bus, run: str) -> Manifest | None:
     """What the leader says now: a follower may be seconds behind. Raises `TimeoutError` or `BusError`."""
     last = await bus.last(subjects.weights(run, "published"), subjects.WEIGHTS)
-    event = last.event() if last else None
+    event = last.readable() if last else None
     return event.manifest if isinstance(event, WeightsPublished) else None
 
 

@@ -44,7 +44,7 @@ async def _consumed(bus: Bus, consumed: GroupConsumed, *, again: bool) -> None:
     subject = subjects.task(consumed.run, consumed.task, "consumed")
     if again:
         # A task may have several groups, so the subject's last message is not enough.
-        there = [stored.event() for stored in await read(bus, subjects.TASKS, subject)]
+        there = [stored.readable() for stored in await read(bus, subjects.TASKS, subject)]
         if any(isinstance(event, GroupConsumed) and event.event_id() == consumed.event_id() for event in there):
             return
     await bus.publish(subject, consumed)
@@ -53,12 +53,12 @@ async def _consumed(bus: Bus, consumed: GroupConsumed, *, again: bool) -> None:
 async def committed_version(bus: Bus, run: str) -> int:
     """The last version that was told to be committed; -1 before the first."""
     last = await bus.last(subjects.update(run, "committed"), subjects.UPDATES)
-    event = last.event() if last is not None else None
+    event = last.readable() if last is not None else None
     return event.version if isinstance(event, Committed) else -1
 
 
 async def published_version(bus: Bus, run: str) -> int:
     """The last version that was told to be published; -1 before the first."""
     last = await bus.last(subjects.weights(run, "published"), subjects.WEIGHTS)
-    event = last.event() if last is not None else None
+    event = last.readable() if last is not None else None
     return event.manifest.version if isinstance(event, WeightsPublished) else -1

@@ -311,7 +311,7 @@ class RunTrainer:
         last = await bus.last(subjects.update(run, "committed"), subjects.UPDATES)
         start = last.sequence if last is not None else 1
         for stored in await read(bus, subjects.UPDATES, subjects.update(run, "contributed"), start):
-            event = stored.event()
+            event = stored.readable()
             if isinstance(event, Contributed) and event.update > self.record.version:
                 await self._forget((event.gradient,))
 

@@ -44,6 +44,8 @@ class Assembled:
     """The execution whose end it was; None: the mark `Overdue`."""
     scored: GroupScored
     ready: GroupReady | None
+    members: tuple[str, ...]
+    """All executions of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def _close(
     members = [member for execution in ended if (member := _member(execution)) is not None]
     frozen = freeze(baseline(scores, dispatch.advantage), members) if outcome == "ready" else None
     ready = _ready(dispatch, ended, frozen, late=False) if frozen is not None else None
-    return Assembled(cause, _scored(dispatch, ended, outcome, reason, late=False), ready), frozen
+    return Assembled(cause, _scored(dispatch, ended, outcome, reason, late=False), ready, dispatch.members), frozen
 
 
 def _late(dispatch: EpisodeDispatch, execution: _Execution, frozen: Credit) -> Assembled:
@@ -178,7 +180,7 @@ def _late(dispatch: EpisodeDispatch, execution: _Execution, frozen: Credit) -> A
     so that updates fill up."""
     alone = (execution,)
     scored = _scored(dispatch, alone, "ready", None, late=True)
-    return Assembled(execution.execution, scored, _ready(dispatch, alone, frozen, late=True))
+    return Assembled(execution.execution, scored, _ready(dispatch, alone, frozen, late=True), dispatch.members)
 
 
 def _scored(

@@ -15,6 +15,8 @@ from opengyre.trajectory.progress import measured, potentials
 from opengyre.trajectory.tree import draw
 from opengyre.trees import Node, Path
 
+NO_ADVANTAGE = "no advantage"
+"""Why nothing is trained of an execution whose tokens all have an advantage of 0, as in a group without variance."""
 TEXT = 160
 """Characters of a completion that are shown."""
 
@@ -52,9 +54,12 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
     sampling = started.dispatch.sampling
     drawn = draw(ordered, sampling, started.dispatch.seed, started.vocabulary)
     tree, chosen = drawn.tree, drawn.chosen
-    paths = tuple(_path(path) for path in chosen.paths) if member is not None else ()
+    judged = member is not None and member.judged
+    paths = tuple(_path(path, judged=judged) for path in chosen.paths) if member is not None else ()
     places = {node.call: place for place, path in enumerate(chosen.paths) for node in path.calls}
-    nothing = _why_nothing(part, execution, ended=ended is not None) if member is None else None
+    nothing = None if judged else NO_ADVANTAGE
+    if member is None:
+        nothing = _why_nothing(part, execution, ended=ended is not None)
     spans = _spans(chosen.paths, member)
     told = _Told(places, spans, potentials(log), member.advantage if member is not None else None, nothing)
     figures = drawn.figures
@@ -124,7 +129,7 @@ def _why_nothing(part: Assembled | None, execution: str, *, ended: bool) -> str:
     return f"the group was dropped: {part.scored.reason}"
 
 
-def _path(path: Path) -> ExplainedPath:
+def _path(path: Path, *, judged: bool) -> ExplainedPath:
     on_the_way, node = 0, path.calls[-1]
     last: Node | None = node
     while last is not None:
@@ -134,7 +139,7 @@ def _path(path: Path) -> ExplainedPath:
         role=path.role,
         calls=tuple(one.call for one in path.calls),
         tokens=node.length,
-        trained_tokens=path.events,
+        trained_tokens=path.events if judged else 0,
         masked_tokens=on_the_way - path.events,
     )
 
@@ -157,7 +162,7 @@ def _placed(told: _Told, node: Node, call: Call, role: str) -> ExplainedCall:
     reason: str | None = "the bound on paths did not reach it"
     if node.refused is not None:
         outcome, reason = "refused", node.refused
-    elif told.nothing is not None:
+    elif told.nothing is not None and (told.nothing != NO_ADVANTAGE or node.call in told.places):
         outcome, reason = "not_trained", told.nothing
     elif node.call in told.places:
         outcome, reason = "trained", None

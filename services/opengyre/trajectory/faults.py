@@ -1,6 +1,5 @@
 """A group's log out of stored messages, and what of it cannot be used, as dead letters. Pure."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,14 +7,13 @@ from opengyre.proto import codec, subjects
 from opengyre.proto.dlq import DeadLetter
 from opengyre.proto.traj import Call, Overdue, Started, TrajEvent
 from opengyre.shared.bus import Stored
-from opengyre.trajectory.assemble import LogEvent
+from opengyre.trajectory.assemble import Assembled, LogEvent
 from opengyre.trajectory.tree import fault_of
-
-log = logging.getLogger("gyre.trajectory")
 
 KEPT_BYTES = 256 << 10
 _EXECUTION = 5
 """Where the execution stands in `gyre.v1.traj.<run>.<group>.<execution>.<event>`."""
+_IDS = slice(3, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,9 @@ class Log:
 
 
 def decoded(stored: Sequence[Stored]) -> Log:
-    """What can be decoded. The place of an event that cannot stays empty, which makes its execution a broken log, not
-    the group."""
+    """What can be decoded and is of the execution whose subject it is under (a message without a subject is of the one
+    that it names). The place of an event that is not stays empty, which makes its execution a broken log, not the
+    group."""
     messages: list[Stored] = []
     events: list[LogEvent] = []
     faults: list[Fault] = []
@@ -61,13 +60,33 @@ def decoded(stored: Sequence[Stored]) -> Log:
         try:
             event = message.event()
         except codec.UndecodableError as error:
-            log.warning("undecodable event %d of TRAJ: %s", message.sequence, error)
             faults.append(fault(message, str(error)))
             continue
         if isinstance(event, TrajEvent | Overdue):
+            if (why := misplaced(event, message.subject)) is not None:
+                faults.append(fault(message, why))
+                continue
             messages.append(message)
             events.append(event)
     return Log(tuple(messages), tuple(events), tuple(faults))
+
+
+def misplaced(event: LogEvent, subject: str) -> str | None:
+    """Why `event` cannot be under `subject`; None where it can, and where there is no subject."""
+    ids = (event.run, event.group, event.execution if isinstance(event, TrajEvent) else subjects.ALL)
+    if not subject or tuple(subject.split(".")[_IDS]) == ids:
+        return None
+    return f"its ids ({'.'.join(ids)}) contradict its subject"
+
+
+def due(faults: Sequence[Fault], assembled: Assembled) -> list[Fault]:
+    """Those to be told of with this part of the group: of its executions, and with the closing part also of those that
+    are no members, which no later part will have."""
+    mine = set(assembled.scored.executions)
+    later = set(assembled.members) - mine
+    return [
+        one for one in faults if one.execution in mine or (not assembled.scored.late and one.execution not in later)
+    ]
 
 
 def unfit(log_of: Log, events: Sequence[LogEvent]) -> list[Fault]:

@@ -4,7 +4,8 @@ later.
 No state of its own: the TRAJ stream holds everything, so any replica handles any message. What an event of the log
 made of its group is a function of the log up to it (`assemble`), so each event's handler publishes what that event
 caused, and what is published twice is one message (its id), or is known to the trainer by its frontier. The order is:
-the events of its log that are malformed, as dead letters; the group; that it is scored; then the acknowledgement. A
+the events of its log that are malformed or contradict their subject, as dead letters (also where no member has a start,
+so that there is nothing else to tell); the group; that it is scored; then the acknowledgement. A
 deadline that passed is written into the group's log, at most once (expected last sequence 0), and is an event like an
 end.
 
@@ -40,7 +41,7 @@ from opengyre.shared.logs import bound
 from opengyre.trajectory import figures
 from opengyre.trajectory.answers import Answers
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
-from opengyre.trajectory.faults import Fault, Log, decoded, unfit
+from opengyre.trajectory.faults import Fault, Log, decoded, due, misplaced, unfit
 
 log = logging.getLogger("gyre.trajectory")
 
@@ -70,9 +71,11 @@ class Trajectory:
                     work(context.bus, *consumer, handler, stop=context.stopping, concurrency=width, max_deliver=15)
                 )
 
-    async def _on_ended(self, event: Event, _delivery: Delivery) -> None:
+    async def _on_ended(self, event: Event, delivery: Delivery) -> None:
         if not isinstance(event, Ended):
             raise Rejected(f"an execution's end was expected, not {type(event).__name__}")
+        if (why := misplaced(event, delivery.subject)) is not None:
+            raise Rejected(why)
         with bound(run=event.run, group=event.group, execution=event.execution):
             if await self._may_close(event):
                 await self._make(event.run, event.group, event.execution)
@@ -120,11 +123,14 @@ class Trajectory:
         stored = await read(self._context.bus, subjects.TRAJ, subjects.traj(run, group, "*", "*"))
         log_of = await asyncio.to_thread(decoded, stored)
         events = await fill(self._context.blobs.get, log_of.events)
+        faults = await asyncio.to_thread(_faults, log_of, events)
         try:
-            parts, faults = await asyncio.to_thread(_assemble, log_of, events)
+            parts = await asyncio.to_thread(assemble, events)
         except NotWholeError as error:
             if cause is None:
                 return  # No member has begun; the mark is there when they end.
+            # No part will tell of them.
+            await self._tell(faults)
             raise Rejected(f"the log is not complete: {error}") from error
         for part in parts:
             if part.cause == cause:
@@ -136,10 +142,7 @@ class Trajectory:
 
     async def _publish(self, assembled: Assembled, faults: Sequence[Fault]) -> None:
         context, scored = self._context, assembled.scored
-        for found in faults:
-            if found.execution in scored.executions:
-                await context.bus.publish(subjects.dlq(*subjects.TRAJECTORY_ENDED), found.letter)
-                figures.MALFORMED.inc()
+        await self._tell(due(faults, assembled))
         if assembled.ready is not None:
             ready = await self._packed(assembled.ready)
             await context.bus.publish(subjects.group_ready(scored.run), ready)
@@ -150,6 +153,16 @@ class Trajectory:
         what = f"{scored.outcome}, late" if scored.late else scored.outcome
         log.info("group %s: %s, scores %s", scored.group, what, sorted(scored.scores.values()))
 
+    async def _tell(self, faults: Sequence[Fault]) -> None:
+        for found in faults:
+            letter = found.letter
+            log.warning("event %d of TRAJ is malformed: %s", letter.origin_sequence, letter.error)
+            try:
+                await self._context.bus.publish(subjects.dlq(*subjects.TRAJECTORY_ENDED), letter)
+            except BusUnavailableError as error:
+                raise RetryLater(str(error)) from error
+            figures.MALFORMED.inc()
+
     async def _packed(self, ready: GroupReady) -> GroupReady:
         """With its members as a blob when they are too large for a message."""
         members = await asyncio.to_thread(msgspec.json.encode, ready.members)
@@ -158,5 +171,5 @@ class Trajectory:
         return msgspec.structs.replace(ready, members=(), blob=await self._context.blobs.put(members))
 
 
-def _assemble(log_of: Log, events: Sequence[LogEvent]) -> tuple[list[Assembled], list[Fault]]:
-    return assemble(events), [*log_of.faults, *unfit(log_of, events)]
+def _faults(log_of: Log, events: Sequence[LogEvent]) -> list[Fault]:
+    return [*log_of.faults, *unfit(log_of, events)]

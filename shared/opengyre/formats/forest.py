@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from opengyre.formats.model import LogCall, Message
+from opengyre.formats.model import LogCall, Message, visible
 from opengyre.trees import Builder, Given, Kind, Role, Texts, Tree
+from opengyre.trees.calls import base
 
 LOGPROB_CEILING = 1e-4
 """A log-prob above this is none; rounding may leave one slightly above 0."""
@@ -38,6 +39,12 @@ class _Execution:
     """Hashes of what each call's prompt and answer show."""
     paths: set[int] = field(default_factory=set)
     """Hashes of each call's prompt and answer."""
+    starts: dict[int, tuple[str, Role]] = field(default_factory=dict)
+    """Hash of a prompt -> who asked it last."""
+    prefixes: set[int] = field(default_factory=set)
+    """Hashes of all that begins a prompt or an answer."""
+    answered: dict[int, set[int]] = field(default_factory=dict)
+    """What is shown of a message of an answer -> hashes of the prompts that were so answered."""
     kinds: dict[str, Kind | None] = field(default_factory=dict)
     """Call -> what it is known to be, as told the first time."""
 
@@ -58,6 +65,8 @@ class Forest:
     _numbers: dict[bytes, int] = field(default_factory=dict)
     _shown: list[int] = field(default_factory=list)
     """Number of a message -> number of what is shown of it without reasoning."""
+    _assistant: set[int] = field(default_factory=set)
+    """Numbers of messages that a model said."""
     _texts: dict[tuple[str, bytes], int] = field(default_factory=dict)
     _encoded: list[tuple[np.ndarray, int]] = field(default_factory=list)
     """Number of a message -> its tokens, and how many of them are the header."""
@@ -117,19 +126,36 @@ class Forest:
         return None
 
     def _kind(self, execution: _Execution, call: LogCall, prompt: Sequence[int], sampled: Sequence[int]) -> Kind | None:
-        """What the call is, should it not extend: after a compaction, or the same words with other reasoning."""
+        """What the call is, should it not extend: after a compaction, the same words with other reasoning, or a history
+        in which the client tells an answer otherwise than it was given."""
         if call.after_compaction:
             return "compaction"
         if self.unit == "tokens" or call.parent is not None:
             return None
         told, path, same = 0, 0, False
+        start, known, rewritten = 0, True, False
+        who = (call.agent, base(call.role))
         for place, number in enumerate([*prompt, *sampled]):
-            told, path = hash((told, self._shown[number])), hash((path, number))
+            if place == len(prompt):
+                start = path
+            before, path, shown = path, hash((path, number)), self._shown[number]
+            told = hash((told, shown))
             if place < len(prompt) and told in execution.told:
                 same = path not in execution.paths
+            if known and path not in execution.prefixes:
+                known = False
+                if place < len(prompt) and number in self._assistant and execution.starts.get(before) == who:
+                    answers = execution.answered.get(shown, set())
+                    same = same or before in answers
+                    # The answer to another prompt, here, is a history that was cut or summed up.
+                    rewritten = not answers
+            execution.prefixes.add(path)
+            if place >= len(prompt):
+                execution.answered.setdefault(shown, set()).add(start)
+        execution.starts[start] = who
         execution.told.add(told)
         execution.paths.add(path)
-        return "realign" if same else None
+        return "realign" if same else "fork" if rewritten else None
 
     def _prefix(self, execution: _Execution, call: LogCall) -> int | None:
         if call.parent is None:
@@ -151,7 +177,10 @@ class Forest:
         number = self._numbers.get(one.key)
         if number is None:
             number = self._numbers[one.key] = len(self._numbers)
-            text = (one.role, hashlib.blake2b(one.text.encode("utf-8", "replace"), digest_size=16).digest())
+            if one.role == "assistant":
+                self._assistant.add(number)
+            shown = visible(one).encode("utf-8", "replace")
+            text = (one.role, hashlib.blake2b(shown, digest_size=16).digest())
             self._shown.append(self._texts.setdefault(text, len(self._texts)))
             if self.encode is not None:
                 header = self.encode(f"<|im_start|>{one.role}\n")

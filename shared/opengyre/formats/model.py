@@ -39,6 +39,15 @@ def message(role: str, blocks: Sequence[tuple[str, str]]) -> Message:
     return Message(role, shown, thought, key)
 
 
+def visible(one: Message) -> str:
+    """What a message shows without its reasoning, also where that is part of an answer's text, up to `</think>`; and
+    without space around an answer, which clients trim or add."""
+    if one.role != "assistant":
+        return one.text
+    _, mark, after = one.text.partition("</think>")
+    return (after if mark else one.text).strip()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogCall:
     """One model call of a log."""

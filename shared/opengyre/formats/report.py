@@ -169,9 +169,9 @@ def _rows(forest: Forest, execution: str, tree: Tree) -> list[CallRow]:
 def _row(forest: Forest, execution: str, node: Node, role: Role) -> CallRow:
     agents = forest.executions[execution].agents
     kind, diagnosis = node.kind, node.diagnosis
-    if forest.unit == "messages" and diagnosis == "retokenisation":
+    if forest.unit == "messages" and diagnosis is not None:
         # Messages that differ though they show the same text differ in what is told of their reasoning.
-        diagnosis = "template"
+        diagnosis = "template" if kind == "realign" else "edit"
     return CallRow(
         execution=execution,
         call=node.call,

@@ -8,8 +8,9 @@ import msgspec
 MAX_TOKEN = 2**31
 BOM = b"\xef\xbb\xbf"
 _LONE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+    # One literal begin, which is searched for faster than two.
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))"
 )
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # A pair.
@@ -33,7 +34,8 @@ def mended(data: Any) -> Any:
     if bytes(data[:2]) == b"PK":
         return data
     marked = bytes(data[:3]) == BOM
-    if _LONE.search(data) is None:
+    halves = data.find(b"\\ud") >= 0 or data.find(b"\\uD") >= 0
+    if not halves or _LONE.search(data) is None:
         return bytes(data[3:]) if marked else data
     # Every backslash of JSON is in a text, so a walk over the escapes tells an escaped backslash from an escape.
     return _ESCAPES.sub(lambda one: one[0] if len(one[0]) != 6 else b"\\ufffd", data[3:] if marked else data[:])

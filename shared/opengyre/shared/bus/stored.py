@@ -1,9 +1,12 @@
 """A message as it lies in a stream."""
 
+import logging
 from dataclasses import dataclass, field
 
 from opengyre.proto import codec
 from opengyre.proto.base import Event
+
+log = logging.getLogger("gyre.bus")
 
 
 @dataclass(frozen=True)
@@ -22,3 +25,11 @@ class Stored:
     def event(self) -> Event:
         """Decode it; raises `codec.UndecodableError`."""
         return codec.decode(self.payload, self.headers.get("Gyre-Type"))
+
+    def readable(self) -> Event | None:
+        """The event; None, with a warning, where it cannot be decoded: for readers who go on without it."""
+        try:
+            return self.event()
+        except codec.UndecodableError as error:
+            log.warning("bus: message %d on %s is passed over: %s", self.sequence, self.subject, error)
+            return None
