@@ -100,6 +100,7 @@ class RunTrainer:
             if self.record.finished:
                 await self._mark_finished()
         finally:
+            self._desk = None
             self._alarm.show(None)
             self._torch.shutdown(wait=False)
 
@@ -113,7 +114,14 @@ class RunTrainer:
         """Take a cell's gradient, once it is seen to be one."""
         if self._desk is None:
             return HandOverReply(accepted=not request.executions, reason="no update is open")
-        return await self._desk.hand_over(request)
+        desk = self._desk
+        try:
+            return await desk.hand_over(request)
+        except RuntimeError:
+            # The thread that would look at the gradient has ended with the run; its attempt ends with it.
+            if self._desk is desk:
+                raise
+            return HandOverReply(accepted=False, reason="the trainer has left this update")
 
     async def _one_update(self, stock: Stock) -> None:
         number = self.record.version + 1

@@ -3,7 +3,8 @@
 Invariants:
 - One message is pulled at a time, when there is a free place for it: nothing is buffered while its ack wait burns.
 - A pull request never waits longer than 5 s: it dies silently with its server.
-- A puller that is closed withdraws its waiting pull request and gives back what arrived meanwhile.
+- A puller that is closed withdraws its waiting pull request and gives back what arrived meanwhile, also what a `take`
+  had in its hands when it was cancelled.
 - A message is acknowledged after its handler returned, and kept ours by `in_progress` meanwhile. Handlers must be
   idempotent: acknowledged messages do come back after a crash of the broker.
 - What cannot be handled becomes a dead letter with its reason, at once or after the last delivery.
@@ -34,6 +35,8 @@ from opengyre.shared.bus.promptly import promptly
 log = logging.getLogger("gyre.bus")
 
 FETCH_S = 5.0
+CLOSE_S = 1
+"""Seconds that a closing puller waits for the server, and for a fetch to obey its cancellation."""
 LARGE = 1 << 20
 HOPELESS = 10_000
 MANY_PLACES = 16
@@ -119,29 +122,56 @@ class Puller:
         self._bus = bus
         self._consumer = consumer
         self._subscription = subscription
+        self._fetching: asyncio.Task[list[Msg]] | None = None
+        """Until its message is handed out."""
+        self._withdrawn = False
 
     async def take(self, timeout_s: float = FETCH_S) -> Delivery | None:
         """The next message, or None when there is none in `timeout_s` (5 s at most)."""
+        self._fetching = asyncio.create_task(self._subscription.fetch(1, timeout=min(timeout_s, FETCH_S)))
         try:
-            got = await promptly(self._subscription.fetch(1, timeout=min(timeout_s, FETCH_S)))
+            # Where we are cancelled it goes on, until `close` looks at what it got.
+            got = await asyncio.shield(self._fetching)
         except (nats.errors.TimeoutError, TimeoutError, js_errors.FetchTimeoutError):
             return None
         except (js_errors.ServiceUnavailableError, js_errors.APIError, nats.errors.Error) as error:
             log.warning("bus: consumer %s: %r", self._consumer, error)
             await asyncio.sleep(0.5)
             return None
+        self._fetching = None
         return Delivery(self._bus, got[0], self._consumer) if got else None
+
+    async def withdraw(self) -> None:
+        """Take back the pull request that waits. What the server had sent before is here afterwards, and `close` gives
+        it back: the client's own `unsubscribe` would drop it, and it would come again only after its ack wait."""
+        client = self._bus.client
+        if client.is_connected and not self._withdrawn:
+            self._withdrawn = True
+            with contextlib.suppress(nats.errors.Error):
+                await promptly(client._send_unsubscribe(self._subscription._sub._id))  # noqa: SLF001 - see above
+                await promptly(client.flush(timeout=CLOSE_S))
 
     async def close(self) -> None:
         subscription = self._subscription
+        await self.withdraw()
         with contextlib.suppress(nats.errors.Error):
             await promptly(subscription.unsubscribe())
         queue = subscription._sub._pending_queue  # noqa: SLF001 - nats-py has no public way to give messages back
-        while not queue.empty():
-            message = queue.get_nowait()
+        for message in [*await self._fetched(), *(queue.get_nowait() for _ in range(queue.qsize()))]:
             if message.reply.startswith("$JS.ACK"):
                 with contextlib.suppress(nats.errors.Error):
                     await promptly(message.nak())
+
+    async def _fetched(self) -> list[Msg]:
+        """What a cancelled `take` got all the same."""
+        fetching, self._fetching = self._fetching, None
+        if fetching is None:
+            return []
+        fetching.cancel()
+        await asyncio.wait([fetching], timeout=CLOSE_S)
+        if not fetching.done() or fetching.cancelled() or fetching.exception() is not None:
+            return []
+        return fetching.result()
 
 
 @contextlib.asynccontextmanager
@@ -186,6 +216,11 @@ async def work(
         try:
             async with delivery.held(keep_every_s):
                 await _judge(delivery, handler, max_deliver, failures)
+        except asyncio.CancelledError:
+            # Not until its ack wait is over, but at once: another replica is there.
+            with contextlib.suppress(nats.errors.Error):
+                await delivery.retry()
+            raise
         except (BusUnavailableError, nats.errors.Error) as error:
             # The verdict could not be told. The message comes again; others that are being handled must not suffer.
             log.warning("bus: no answer could be given for %s: %r", delivery.subject, error)
@@ -202,7 +237,12 @@ async def work(
             finally:
                 if delivery is None:
                     places.release()
-            if delivery is not None:
+            if delivery is None:
+                continue
+            if stop.is_set():
+                places.release()
+                await delivery.retry()
+            else:
                 tasks.create_task(handle(delivery))
 
     # Each pulls one message at a time, and a pull costs a round trip: many places are not filled by one alone.
@@ -210,9 +250,14 @@ async def work(
     async with contextlib.AsyncExitStack() as bound:
         # Bound outside the group, which would wrap what is raised for a consumer that is not there.
         pullers = [await bound.enter_async_context(pulling(bus, stream, consumer)) for _ in range(hands)]
-        async with asyncio.TaskGroup() as tasks:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for puller in pullers:
+                    tasks.create_task(pull(puller, tasks))
+        finally:
+            # All of them before the first gives anything back, which another of ours would be sent.
             for puller in pullers:
-                tasks.create_task(pull(puller, tasks))
+                await puller.withdraw()
 
 
 async def _acquired(places: asyncio.Semaphore, stop: asyncio.Event) -> bool:
