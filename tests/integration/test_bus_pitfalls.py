@@ -96,6 +96,29 @@ async def test_pitfall_04_a_message_after_a_restart_arrives_within_seconds(bus: 
                 got = await puller.take()
 
 
+async def test_pitfall_05_what_a_cancelled_worker_had_is_given_back(bus: Bus) -> None:
+    """Else it came again only after its ack wait, of 15 s."""
+    stop, begun = asyncio.Event(), 0
+
+    async def handle(event: Event, delivery: Delivery) -> None:
+        nonlocal begun
+        begun += 1
+        await asyncio.Event().wait()
+
+    for number in range(20):
+        await bus.publish(QUEUE, dispatch(number))
+    working = asyncio.create_task(work(bus, *subjects.ROLLOUT_EPISODES, handle, stop=stop, concurrency=20))
+    await eventually(lambda: begun == 20)
+    working.cancel()
+    await asyncio.wait([working])
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES) as other, asyncio.timeout(12):
+        taken = 0
+        while taken < 20:
+            if (delivery := await other.take()) is not None:
+                await delivery.ack()
+                taken += 1
+
+
 async def test_pitfall_05_a_stopped_worker_leaves_no_pull_request_behind(bus: Bus) -> None:
     async with pulling(bus, *subjects.ROLLOUT_EPISODES) as first:
         taking = asyncio.create_task(first.take())

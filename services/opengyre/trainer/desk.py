@@ -6,7 +6,6 @@ Awaits: a hand-over waits for its gradient to be read and parsed in the torch th
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 
 import msgspec
 
@@ -64,16 +63,14 @@ class Desk:
     """
 
     def __init__(
-        self, spec: RunSpec, update: Update, state: State, held: Mapping[str, Held], tell: Tell,
-        blobs: Blobs, torch: Executor,
-    ) -> None:  # fmt: skip
+        self, spec: RunSpec, update: Update, state: State, held: Mapping[str, Held], tell: Tell, blobs: Blobs
+    ) -> None:
         self._spec = spec
         self.update = update
         self._state = state
         self._held = held
         self._tell = tell
         self._blobs = blobs
-        self._torch = torch
         self.whole = asyncio.Event()
         ids = {"run": spec.run, "update": update.number, "attempt": update.attempt}
         tell("opened", Opened(**ids, groups=spec.dispatch.batch_groups, executions=update.size))
@@ -188,7 +185,8 @@ class Desk:
             return None  # Only what we have already can be accepted now, and that was looked at.
         try:
             content = await self._blobs.get(gradient)
-            await asyncio.get_running_loop().run_in_executor(self._torch, self._state.learner.parse, content)
+            # Not in the trainer's thread, which may end before the answer: it looks at names and shapes only.
+            await asyncio.to_thread(self._state.learner.parse, content)
         except (BlobMissingError, GradientFormatError) as error:
             return str(error)
         return None

@@ -114,14 +114,7 @@ class RunTrainer:
         """Take a cell's gradient, once it is seen to be one."""
         if self._desk is None:
             return HandOverReply(accepted=not request.executions, reason="no update is open")
-        desk = self._desk
-        try:
-            return await desk.hand_over(request)
-        except RuntimeError:
-            # The thread that would look at the gradient has ended with the run; its attempt ends with it.
-            if self._desk is desk:
-                raise
-            return HandOverReply(accepted=False, reason="the trainer has left this update")
+        return await self._desk.hand_over(request)
 
     async def _one_update(self, stock: Stock) -> None:
         number = self.record.version + 1
@@ -133,9 +126,7 @@ class RunTrainer:
         update = Update(
             number=number, attempt=self._attempt, size=dispatch.update_executions, grain=grain, cells=max(1, cells)
         )
-        desk = self._desk = Desk(
-            self.spec, update, self._state, stock.held, self._tell, self._context.blobs, self._torch
-        )
+        desk = self._desk = Desk(self.spec, update, self._state, stock.held, self._tell, self._context.blobs)
         if not await self._collect(desk, stock):
             self._desk = None
             return

@@ -38,10 +38,10 @@ FETCH_S = 5.0
 CLOSE_S = 1
 """Seconds that a closing puller waits for the server, and for a fetch to obey its cancellation."""
 LARGE = 1 << 20
-HOPELESS = 10_000
 MANY_PLACES = 16
 PULLERS = 4
 """Of a worker with `MANY_PLACES` or more."""
+HOPELESS = 10_000
 """Deliveries after which a message is given up although no failure was seen: it ends the process that handles it."""
 
 
@@ -218,8 +218,9 @@ async def work(
                 await _judge(delivery, handler, max_deliver, failures)
         except asyncio.CancelledError:
             # Not until its ack wait is over, but at once: another replica is there.
-            with contextlib.suppress(nats.errors.Error):
-                await delivery.retry()
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await delivery.retry()
             raise
         except (BusUnavailableError, nats.errors.Error) as error:
             # The verdict could not be told. The message comes again; others that are being handled must not suffer.
