@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from opengyre.proto.traj import (
     AnyTrajEvent,
     Call,
     Ended,
+    EndReason,
+    Forked,
     Progressed,
     Resumed,
     SandboxOpened,
@@ -57,6 +60,7 @@ def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
             "turn": index, "exec_id": "x", "command": "x", "exit_code": 0, "output": "", "output_bytes": 0,
             "timed_out": False, "duration_s": 0.5,
         },
+        Forked: {"turn": 1, "copies": 2, "snapshot": "s"},
         Suspended: {"turn": 0},
         Resumed: {"turn": 0, "waited_s": 1.0},
         Progressed: {"turn": index, "call": None, "parts": (), "duration_s": 0.25},
@@ -71,8 +75,8 @@ def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
 
 
 KINDS = (
-    Started, TakenOver, SandboxOpened, Call, ToolResult, Suspended, Resumed, Progressed, Verified, Ended, AgentEnded,
-    Released,
+    Started, TakenOver, SandboxOpened, Forked, Call, ToolResult, Suspended, Resumed, Progressed, Verified, Ended,
+    AgentEnded, Released,
 )  # fmt: skip
 
 ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
@@ -92,6 +96,7 @@ ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
         TakenOver: (Phase.ACTING, (Effect.RUN_AGENT,)),
         SandboxOpened: (Phase.ACTING, ()),  # made again
         Progressed: (Phase.ACTING, ()),
+        Forked: (Phase.FORKED, (Effect.RUN_LANES,)),
         AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
         Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
@@ -106,6 +111,15 @@ ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
         Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
     },
+    Phase.FORKED: {
+        Call: (Phase.FORKED, ()),
+        ToolResult: (Phase.FORKED, ()),
+        Suspended: (Phase.FORKED, ()),
+        Resumed: (Phase.FORKED, ()),
+        TakenOver: (Phase.FORKED, (Effect.RUN_LANES,)),
+        SandboxOpened: (Phase.FORKED, ()),  # of a lane
+        Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
+    },  # a verdict of no lane is none of it
     Phase.VERIFYING: {
         Call: (Phase.VERIFYING, ()),
         ToolResult: (Phase.VERIFYING, ()),
@@ -136,6 +150,32 @@ def test_the_reason_outlives_its_writer() -> None:
     state = rebuild([event(Started), event(SandboxOpened), event(Verified)])  # type: ignore[list-item]  # events of the union, built or decoded
     assert (state.phase, state.reason) == (Phase.ENDING, "done")
     assert due(state) == (Effect.CONCLUDE,)
+
+
+def verdict(index: int, lane: int, reason: EndReason) -> Verified:
+    return Verified(
+        run="r", group="r-g0", execution="r-g0-e0", index=index, attempt=0, parts=(), reason=reason, lane=lane
+    )
+
+
+@pytest.mark.parametrize(
+    ("reasons", "reason"),
+    [(("done", "done"), "done"), (("infra", "turn_budget"), "turn_budget"), (("infra", "infra"), "infra")],
+)
+def test_lanes_end_with_the_last_verdict(reasons: tuple[EndReason, EndReason], reason: EndReason) -> None:
+    state = rebuild([event(Started), event(SandboxOpened), event(Forked)])  # type: ignore[list-item]  # events of the union, built or decoded
+    assert due(state) == (Effect.RUN_LANES,)
+    state, effects = advance(state, verdict(3, 1, reasons[1]))
+    assert (state.phase, effects) == (Phase.FORKED, ())
+    state, effects = advance(state, verdict(4, 0, reasons[0]))
+    assert (state.phase, state.reason, effects) == (Phase.ENDING, reason, (Effect.CONCLUDE,))
+    assert state.detail == f"lane 0 {reasons[0]}, lane 1 {reasons[1]}"
+
+
+def test_lanes_side_by_side_take_the_time_of_one() -> None:
+    calls = [msgspec.structs.replace(event(Call, 3 + lane), lane=lane) for lane in range(2)]  # type: ignore[type-var]  # a call, of the union
+    state = rebuild([event(Started), event(SandboxOpened), event(Forked), *calls])  # type: ignore[list-item]  # events of the union, built or decoded
+    assert (state.calls, state.active_s) == (2, 2.0)
 
 
 def test_parking_is_not_active_time() -> None:

@@ -103,7 +103,7 @@ def grader(service: Service, confirm: Callable[[], Any] | None = None, **scoring
         pass
 
     dispatch = msgspec.structs.replace(DISPATCH, scoring=Scoring(**scoring))  # type: ignore[arg-type]  # fields by keyword
-    return Grader(service, dispatch, "me", confirm or ours)  # type: ignore[arg-type]  # a fake in the service's place
+    return Grader(service, dispatch, "me", confirm or ours, dispatch.execution)  # type: ignore[arg-type]  # a fake in the service's place
 
 
 async def test_a_failed_evaluation_is_tried_again_under_another_id(pauses: list[int]) -> None:

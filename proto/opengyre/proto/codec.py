@@ -20,6 +20,7 @@ from opengyre.proto.task import GroupConsumed, GroupOverdue, GroupScored, TaskAd
 from opengyre.proto.traj import (
     Call,
     Ended,
+    Forked,
     Overdue,
     Progressed,
     Resumed,
@@ -36,8 +37,8 @@ from opengyre.proto.weights import WeightsApplied, WeightsPublished, WeightsRefu
 AnyEvent = (
     TaskSubmitted | TaskAdmitted | GroupOverdue | GroupScored | GroupConsumed
     | EpisodeDispatch
-    | Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Progressed | Verified | Ended
-    | Overdue
+    | Started | TakenOver | SandboxOpened | Forked | Call | ToolResult | Suspended | Resumed | Progressed | Verified
+    | Ended | Overdue
     | GroupReady
     | Opened | Joined | Contributed | Left | Committed | RunFinished
     | WeightsPublished | WeightsApplied | WeightsRefused

@@ -13,6 +13,7 @@ from opengyre.proto.task import Check, GroupConsumed, GroupOverdue, GroupScored,
 from opengyre.proto.traj import (
     Call,
     Ended,
+    Forked,
     Overdue,
     Part,
     Progressed,
@@ -109,6 +110,7 @@ def examples() -> list[Event]:
             **_AT,
         ),
         TakenOver(index=6, replica="r2", **_AT_1),
+        Forked(index=10, turn=1, copies=2, snapshot="demo-g000012-e03-fork", **_AT_1),
         Progressed(
             index=7,
             turn=1,

@@ -41,6 +41,16 @@ class Dispatch(Record, frozen=True, kw_only=True):
         return self.batch_groups * self.group_size
 
 
+class Branching(Record, frozen=True, kw_only=True):
+    """Alternatives of an execution: after `turn` turns it goes on as `copies` lanes, each in a copy of its sandbox."""
+
+    turn: int
+    """Turns before the lanes part, at least 1. Fixed beforehand: where it parts must not depend on what the policy did,
+    or the estimate of the gradient is biased."""
+    copies: int = 2
+    """Lanes, 2 to 16."""
+
+
 class Harness(Record, frozen=True, kw_only=True):
     """The agent, its model calls and its budgets."""
 
@@ -78,6 +88,8 @@ class Harness(Record, frozen=True, kw_only=True):
     """Standard deviation of the logarithm of that number, which is lognormal."""
     synthetic_shared: float = 0.42
     """Share of the logarithm's variance that is common to the executions of a group."""
+    branching: Branching | None = None
+    """None: an execution is one line. `max_turns` is of each line, from the root to its end."""
 
 
 class Optimization(Record, frozen=True, kw_only=True):
@@ -222,6 +234,16 @@ def _train_cells(elastic: Elastic) -> tuple[float, float]:
     return max(1, elastic.min_train_cells), elastic.max_train_cells or 10_000
 
 
+def _branching(harness: Harness) -> tuple[tuple[str, float, float, float], ...]:
+    if (branching := harness.branching) is None:
+        return ()
+    # A task may have a turn budget of its own: an execution that ends before the turn has no lanes.
+    return (
+        ("harness.branching.turn", branching.turn, 1, max(1, harness.max_turns - 1)),
+        ("harness.branching.copies", branching.copies, 2, 16),
+    )
+
+
 def _standalone_cells(elastic: Elastic) -> tuple[float, float]:
     """They are what serves while the pool trains."""
     return (max(1, elastic.min_rollout_cells) if elastic.policy == "coarse" else 0), 10_000
@@ -267,6 +289,7 @@ def validate(spec: RunSpec) -> RunSpec:
         ("harness.synthetic_tokens", h.synthetic_tokens, 1, 10_000_000),
         ("harness.synthetic_sigma", h.synthetic_sigma, 0, 4),
         ("harness.synthetic_shared", h.synthetic_shared, 0, 1),
+        *_branching(h),
         ("optimization.learning_rate", o.learning_rate, 0, 1),
         ("optimization.weight_decay", o.weight_decay, 0, 1),
         ("optimization.clip_low", o.clip_low, 0, 1),
@@ -310,6 +333,12 @@ def validate(spec: RunSpec) -> RunSpec:
             raise InvalidRunError(f"{name} is {value}; allowed are values from {low} to {high}")
     if h.agent == "program" and not (h.program or "").strip():
         raise InvalidRunError("harness.program is empty; allowed is a command line, since harness.agent is program")
+    if h.branching is not None and h.agent != "shell":
+        raise InvalidRunError(
+            f"harness.branching is set, and harness.agent is {h.agent}; allowed is shell, whose state can be copied"
+        )
+    if h.branching is not None and spec.scoring.progress_every is not None:
+        raise InvalidRunError("scoring.progress_every is set beside harness.branching; leave out one of them")
     if spec.scoring.credit == "progress" and spec.scoring.progress_every is None:
         raise InvalidRunError("scoring.progress_every is not set; scoring.credit = progress needs it, from 1")
     if o.average == "constant" and o.constant_tokens is None:

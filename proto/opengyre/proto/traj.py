@@ -65,6 +65,22 @@ class SandboxOpened(TrajEvent, frozen=True, kw_only=True, tag="traj.sandbox.v1")
     sandbox: str
     node: str
     isolated: bool
+    lane: int | None = None
+    """Whose it is; None: the trunk's."""
+
+
+class Forked(TrajEvent, frozen=True, kw_only=True, tag="traj.forked.v1"):
+    """From here on the execution is several lanes, alternatives of each other (`harness.branching`).
+
+    What they have done before is the trunk's; events of a lane carry its number, and each lane is verified by itself.
+    """
+
+    turn: int
+    """Turns of the trunk."""
+    copies: int
+    """Lanes, numbered from 0."""
+    snapshot: str | None
+    """Of the trunk's sandbox, on its node; None where it could not be taken: the lanes' are made from the log."""
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
@@ -186,6 +202,8 @@ class Call(TrajEvent, frozen=True, kw_only=True, tag="traj.call.v1"):
     routes: Routes | None = None
     bulk: Bulk | None = None
     """Where the ids are if they are not here."""
+    lane: int | None = None
+    """Which lane asked; None: the trunk."""
 
 
 C = TypeVar("C", bound=Call)
@@ -217,6 +235,8 @@ class ToolResult(TrajEvent, frozen=True, kw_only=True, tag="traj.tool.v1"):
     """How much there was."""
     timed_out: bool
     duration_s: float = 0.0
+    lane: int | None = None
+    """Whose command it is, `turn` then counts from the execution's begin along the lane; None: the trunk's."""
 
 
 class Suspended(TrajEvent, frozen=True, kw_only=True, tag="traj.suspended.v1"):
@@ -264,6 +284,8 @@ class Verified(TrajEvent, frozen=True, kw_only=True, tag="traj.verified.v1"):
     reason: EndReason | None = None
     """Why the agent ended, for a writer that takes over before `Ended`."""
     detail: str | None = None
+    lane: int | None = None
+    """Whose work it is; None: the execution has no lanes."""
 
 
 class Ended(TrajEvent, frozen=True, kw_only=True, tag="traj.ended.v1"):
@@ -291,5 +313,15 @@ class Overdue(Event, frozen=True, kw_only=True, tag="traj.overdue.v1"):
 
 
 AnyTrajEvent = (
-    Started | TakenOver | SandboxOpened | Call | ToolResult | Suspended | Resumed | Progressed | Verified | Ended
+    Started
+    | TakenOver
+    | SandboxOpened
+    | Forked
+    | Call
+    | ToolResult
+    | Suspended
+    | Resumed
+    | Progressed
+    | Verified
+    | Ended
 )

@@ -192,6 +192,13 @@ class DispatchIn(Input):
     on_stale: Literal["wait", "drop"] = "wait"
 
 
+class BranchingIn(Input):
+    """After `turn` turns an execution goes on as `copies` alternatives, each in a copy of its sandbox."""
+
+    turn: int = Field(json_schema_extra={"minimum": 1, "maximum": 99_999}, description="Less than max_turns")
+    copies: int = ranged(2, 2, 16)
+
+
 class HarnessIn(Input):
     """The agent, its model calls and its budgets."""
 
@@ -221,6 +228,7 @@ class HarnessIn(Input):
     synthetic_tokens: float = ranged(200.0, 1, 10_000_000, description="Mean of what a synthetic execution samples")
     synthetic_sigma: float = ranged(0.336, 0, 4, description="Of that number's logarithm")
     synthetic_shared: float = ranged(0.42, 0, 1, description="Share of the logarithm's variance common to a group")
+    branching: BranchingIn | None = Field(default=None, description="agent shell: alternatives of each execution")
 
 
 class OptimizationIn(Input):

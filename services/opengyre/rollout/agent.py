@@ -19,9 +19,10 @@ import msgspec
 
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.rollout import synthetic
+from opengyre.rollout.ask import LANE_HEADER
 from opengyre.rollout.episode import AgentEnded
 from opengyre.rollout.messages import answer
-from opengyre.rollout.shell import Ask, Execute, Step, decide
+from opengyre.rollout.shell import Ask, Execute, Part, Step, decide
 
 log = logging.getLogger("gyre.rollout.agent")
 
@@ -29,9 +30,9 @@ ASK_S = 300.0
 
 
 class Agent(Protocol):
-    """What works on a task until it ends by itself."""
+    """What works on a task until it ends by itself, or goes on as several lanes."""
 
-    async def run(self) -> AgentEnded: ...
+    async def run(self) -> AgentEnded | Part: ...
 
 
 class _Message(msgspec.Struct):
@@ -78,11 +79,15 @@ class ChatClient:
     url: str
     key: str
     model: str
+    lane: int | None = None
+    """Whose calls they are."""
 
     async def ask(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> str:
         """The assistant's text; raises `CallRefusedError`."""
         body = _encoder.encode({"model": self.model, "messages": messages, "max_tokens": max_tokens})
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+        if self.lane is not None:
+            headers[LANE_HEADER] = str(self.lane)
         for attempt in itertools.count():
             try:
                 async with self.session.post(
@@ -123,11 +128,13 @@ class ShellAgent:
     client: ChatClient
     run_command: Run
     steps: list[Step]
+    lane: int | None = None
 
-    async def run(self) -> AgentEnded:
+    async def run(self) -> AgentEnded | Part:
+        """Its end, or where the trunk goes on as lanes."""
         while True:
-            match decide(self.dispatch, self.steps):
-                case AgentEnded() as end:
+            match decide(self.dispatch, self.steps, self.lane):
+                case AgentEnded() | Part() as end:
                     return end
                 case Execute(turn, command):
                     self.steps[turn] = Step(command, await self.run_command(turn, command))

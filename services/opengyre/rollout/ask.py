@@ -14,6 +14,8 @@ from opengyre.proto.traj import EndReason
 
 Api = Literal["chat", "completions", "messages"]
 MAX_CHOICES = 128
+LANE_HEADER = "x-gyre-lane"
+"""By which our own agent says for which lane it asks; the same request of another lane is another one."""
 MAX_STOPS = 16
 
 
@@ -107,6 +109,8 @@ class Ask:
     usage: bool = False
     """A stream ends with its usage."""
     logprobs: bool = False
+    lane: int | None = None
+    """Whose request it is; None: the trunk's."""
 
 
 def digest_of(api: Api, body: bytes, salt: str = "") -> str:

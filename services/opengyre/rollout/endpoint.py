@@ -6,6 +6,7 @@ has to be handed over.
 Awaits: a request is woken by its recorded calls; one that streams by its first news (`streams`).
 """
 
+import dataclasses
 import functools
 import hashlib
 import hmac
@@ -21,7 +22,7 @@ from starlette.routing import BaseRoute, Route
 
 from opengyre.proto.traj import Call
 from opengyre.rollout import anthropic, completions, openai
-from opengyre.rollout.ask import ApiError, Ask
+from opengyre.rollout.ask import LANE_HEADER, ApiError, Ask, check
 from opengyre.rollout.recorder import Recorder
 from opengyre.rollout.streams import events, first_news, head_of, token_texts
 
@@ -175,7 +176,10 @@ async def _count(recorder: Recorder, request: Request) -> Response:
 
 
 async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Response:
-    ask = dialect.parse(await _body(request), request.headers.get("idempotency-key", ""))
+    lane = _lane(recorder, request.headers.get(LANE_HEADER))
+    salt = request.headers.get("idempotency-key", "")
+    ask = dialect.parse(await _body(request), salt if lane is None else f"lane {lane} {salt}")
+    ask = dataclasses.replace(ask, lane=lane)
     if ask.stream:
         choices = await recorder.begin(ask)
         await first_news(choices, live=recorder.dispatch.harness.streams == "live")
@@ -187,6 +191,15 @@ async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Respon
     if ask.logprobs:
         heard = [token_texts(recorder.renderer, call.sampled_ids, call.logprobs) for call in calls]
     return _json(dialect.completion(calls, recorder.dispatch.run, heard))
+
+
+def _lane(recorder: Recorder, value: str | None) -> int | None:
+    if value is None:
+        return None
+    branching = recorder.dispatch.harness.branching
+    copies = 0 if branching is None else branching.copies
+    check(LANE_HEADER, value in map(str, range(copies)), f"is not a lane of this execution, which has {copies}")
+    return int(value)
 
 
 async def _body(request: Request) -> bytes:

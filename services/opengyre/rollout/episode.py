@@ -1,12 +1,12 @@
 """The states of an episode, as a fold over its log. Pure.
 
     NEW --Started--> OPENING --SandboxOpened--> ACTING <--Suspended/Resumed--> SUSPENDED
-                        |                          | AgentEnded                    | AgentEnded
-                        | AgentEnded               v                               |
-                        +-------------------> VERIFYING <--------------------------+
-                                                   | Verified
-                                                   v
-                                                 ENDING --Ended--> RELEASING --Released--> OVER
+                        |                        |  | AgentEnded                   | AgentEnded
+                        | AgentEnded      Forked |  v                              |
+                        +----------------------- | -+-> VERIFYING <----------------+
+                                                 v         | Verified
+                                               FORKED ---> ENDING --Ended--> RELEASING --Released--> OVER
+                                                 Verified, of the last lane
 
 A synthetic execution goes from NEW to ACTING. `Ended` also comes from any phase before ENDING: the execution was given
 up, and goes to RELEASING. A sandbox that was lost and made again, and a measurement of progress, change no phase.
@@ -27,6 +27,7 @@ from opengyre.proto.traj import (
     Call,
     Ended,
     EndReason,
+    Forked,
     Progressed,
     Resumed,
     SandboxOpened,
@@ -45,6 +46,7 @@ class Phase(enum.Enum):
     OPENING = "opening"
     ACTING = "acting"
     SUSPENDED = "suspended"
+    FORKED = "forked"
     VERIFYING = "verifying"
     ENDING = "ending"
     RELEASING = "releasing"
@@ -56,6 +58,7 @@ class Effect(enum.Enum):
 
     OPEN_SANDBOX = "open_sandbox"
     RUN_AGENT = "run_agent"
+    RUN_LANES = "run_lanes"
     VERIFY = "verify"
     CONCLUDE = "conclude"
     RELEASE = "release"
@@ -102,12 +105,18 @@ class Episode:
     """What measuring took: the agent waited for it, and does not pay."""
     reason: EndReason | None = None
     detail: str | None = None
+    forked: Forked | None = None
+    lanes: tuple[SandboxOpened | None, ...] = ()
+    """Of each lane, its sandbox."""
+    verdicts: tuple[Verified | None, ...] = ()
+    """Of each lane."""
 
 
 _DUE: dict[Phase, tuple[Effect, ...]] = {
     Phase.OPENING: (Effect.OPEN_SANDBOX,),
     Phase.ACTING: (Effect.RUN_AGENT,),
     Phase.SUSPENDED: (Effect.RUN_AGENT,),
+    Phase.FORKED: (Effect.RUN_LANES,),
     Phase.VERIFYING: (Effect.VERIFY,),
     Phase.ENDING: (Effect.CONCLUDE,),
     Phase.RELEASING: (Effect.RELEASE,),
@@ -136,9 +145,42 @@ def _reopened(state: Episode, event: EpisodeEvent) -> Episode:
     return replace(state, sandbox=event)
 
 
+def _forked(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Forked)
+    none = (None,) * event.copies
+    return replace(state, phase=Phase.FORKED, forked=event, lanes=none, verdicts=none)
+
+
+def _lane_opened(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, SandboxOpened)
+    if event.lane is None:
+        return _reopened(state, event)
+    return replace(state, lanes=(*state.lanes[: event.lane], event, *state.lanes[event.lane + 1 :]))
+
+
+def _lane_verified(state: Episode, event: EpisodeEvent) -> Episode:
+    assert isinstance(event, Verified)
+    if event.lane is None:
+        raise IllegalTransitionError(f"an episode that is {state.phase.value} is verified lane by lane")
+    verdicts = (*state.verdicts[: event.lane], event, *state.verdicts[event.lane + 1 :])
+    whole = [verdict for verdict in verdicts if verdict is not None]
+    if len(whole) < len(verdicts):
+        return replace(state, verdicts=verdicts)
+    reasons = [verdict.reason or "agent_error" for verdict in whole]
+    # An execution is ours to answer for only if nothing of it is left.
+    reason = next((reason for reason in reasons if reason != "infra"), "infra")
+    told = ", ".join(f"lane {lane} {reason}" for lane, reason in enumerate(reasons))
+    return replace(state, phase=Phase.ENDING, verdicts=verdicts, reason=reason, detail=told)
+
+
 def _progressed(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, Progressed)
     return replace(state, measured_at=event.turn, measured_s=state.measured_s + event.duration_s)
+
+
+def _share(state: Episode, event: Call | ToolResult) -> float:
+    """Of the time of what happened, how much counts: lanes work side by side."""
+    return 1.0 if event.lane is None else 1.0 / max(1, len(state.lanes))
 
 
 def _called(state: Episode, event: EpisodeEvent) -> Episode:
@@ -147,7 +189,7 @@ def _called(state: Episode, event: EpisodeEvent) -> Episode:
         state,
         calls=state.calls + 1,
         sampled_tokens=state.sampled_tokens + len(event.sampled_ids),
-        active_s=state.active_s + max(0.0, event.duration_s - event.parked_s),
+        active_s=state.active_s + _share(state, event) * max(0.0, event.duration_s - event.parked_s),
         parked_s=state.parked_s + event.parked_s,
     )
 
@@ -156,7 +198,7 @@ def _ran(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, ToolResult)
     if event.turn == PROGRAM:  # The calls' times are in its own.
         return replace(state, active_s=max(state.active_s, event.duration_s - state.parked_s - state.measured_s))
-    return replace(state, active_s=state.active_s + event.duration_s)
+    return replace(state, active_s=state.active_s + _share(state, event) * event.duration_s)
 
 
 def _suspended(state: Episode, _event: EpisodeEvent) -> Episode:
@@ -204,6 +246,7 @@ _TABLE: dict[tuple[Phase, type], Callable[[Episode, EpisodeEvent], Episode]] = {
     (Phase.ACTING, TakenOver): _same,
     (Phase.ACTING, SandboxOpened): _reopened,
     (Phase.ACTING, Progressed): _progressed,
+    (Phase.ACTING, Forked): _forked,
     (Phase.ACTING, AgentEnded): _agent_ended,
     (Phase.ACTING, Verified): _verified,
     (Phase.ACTING, Ended): _ended,
@@ -217,6 +260,14 @@ _TABLE: dict[tuple[Phase, type], Callable[[Episode, EpisodeEvent], Episode]] = {
     (Phase.SUSPENDED, AgentEnded): _agent_ended,
     (Phase.SUSPENDED, Verified): _verified,
     (Phase.SUSPENDED, Ended): _ended,
+    (Phase.FORKED, Call): _called,
+    (Phase.FORKED, ToolResult): _ran,
+    (Phase.FORKED, Suspended): _same,
+    (Phase.FORKED, Resumed): _same,
+    (Phase.FORKED, TakenOver): _same,
+    (Phase.FORKED, SandboxOpened): _lane_opened,
+    (Phase.FORKED, Verified): _lane_verified,
+    (Phase.FORKED, Ended): _ended,
     # What was being stored when the agent was stopped.
     (Phase.VERIFYING, Call): _called,
     (Phase.VERIFYING, ToolResult): _ran,

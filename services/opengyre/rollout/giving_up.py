@@ -41,5 +41,6 @@ async def give_up(journal: Journal, sandboxes: Sandboxes, dispatch: EpisodeDispa
     metrics.EPISODES_ENDED.labels("infra").inc()
     metrics.EPISODES_INTERRUPTED.inc()
     log.error("%s is given up: %s", dispatch.execution, why)
-    for opened in [event for event in before if isinstance(event, SandboxOpened)][-1:]:
+    # Of each line the last one: those before it are gone.
+    for opened in {event.lane: event for event in before if isinstance(event, SandboxOpened)}.values():
         await sandboxes.destroy(SandboxRef(sandbox=opened.sandbox, node=opened.node, isolated=opened.isolated))

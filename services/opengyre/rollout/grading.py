@@ -40,6 +40,8 @@ class Grader:
     owner: str
     confirm: Callable[[], Awaitable[None]]
     """Raises `FencedError` where another writer has taken over."""
+    name: str
+    """Of whose work it is: begins the ids of its evaluations."""
 
     @property
     def bound_s(self) -> float:
@@ -54,7 +56,7 @@ class Grader:
         async with self.sandboxes.kept(lambda: ref, self.owner, at_once=True):
             while True:
                 await self.confirm()
-                said = await self._evaluate(ref, f"{self.dispatch.execution}-v{done}", scoring.grading)
+                said = await self._evaluate(ref, f"{self.name}-v{done}", scoring.grading)
                 done += 1
                 said = replace(said, evaluations=done)
                 if said.fault is not None:
@@ -68,7 +70,7 @@ class Grader:
         """What the work is worth after so many calls, measured on a copy; a failure is a verdict as well."""
         try:
             async with asyncio.timeout(self.bound_s):
-                said = await self._evaluate(ref, f"{self.dispatch.execution}-p{calls}", "live")
+                said = await self._evaluate(ref, f"{self.name}-p{calls}", "live")
         except SandboxLostError as error:
             said = Verdict(fault=str(error))
         except TimeoutError:

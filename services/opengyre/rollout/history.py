@@ -19,6 +19,10 @@ class Turn:
     result: ToolResult | None
 
 
+Place = tuple[int | None, int]
+"""Whose command it is (None: the trunk's), and its turn."""
+
+
 def message_of_parts(text: str, content: str | None, calls: Iterable[ToolCall]) -> dict[str, Any]:
     """The assistant's message that the agent is given for a completion."""
     return answer(text if content is None else content, ((tool.id, tool.name, tool.arguments) for tool in calls))
@@ -47,7 +51,10 @@ class History:
     calls: list[Call] = field(default_factory=list)
     sampled: int = 0
     """Tokens of all calls."""
-    _results: dict[int, ToolResult] = field(default_factory=dict)
+    number: int | None = None
+    """The lane whose line this is; None: all of the execution, whose own line is the trunk."""
+    _results: dict[Place, ToolResult] = field(default_factory=dict)
+    _lines: dict[int, "History"] = field(default_factory=dict)
     _by_id: dict[str, Call] = field(default_factory=dict)
     _by_request: dict[str, dict[int, Call]] = field(default_factory=dict)
     _by_history: dict[str, Call] = field(default_factory=dict)
@@ -64,6 +71,10 @@ class History:
 
     def take(self, event: AnyTrajEvent) -> None:
         """Add a stored event; those that are neither call nor command change nothing."""
+        if isinstance(event, Call | ToolResult):
+            for line in self._lines.values():
+                if event.lane in (None, line.number):
+                    line.take(event)
         if isinstance(event, Call):
             self._places[event.call] = len(self.calls)
             self.calls.append(event)
@@ -74,7 +85,19 @@ class History:
                 self._by_history[event.history_digest] = event
                 self._by_turn.setdefault(turn_of(message_of(event)), []).append(event)
         elif isinstance(event, ToolResult):
-            self._results[event.turn] = event
+            self._results[event.lane, event.turn] = event
+
+    def line(self, lane: int | None) -> "History":
+        """What a lane's agent has behind it: the trunk's calls and commands and its own. It grows with this one."""
+        if lane is None:
+            return self
+        if lane not in self._lines:
+            line = History(number=lane)
+            for event in (*self.calls, *self._results.values()):
+                if event.lane in (None, lane):
+                    line.take(event)
+            self._lines[lane] = line
+        return self._lines[lane]
 
     def snapshot(self) -> "History":
         """As it is now, for a reader in another thread."""
@@ -96,7 +119,7 @@ class History:
     @property
     def program(self) -> ToolResult | None:
         """How the agent program ended."""
-        return self._results.get(PROGRAM)
+        return self._results.get((None, PROGRAM))
 
     def extended_by(self, digests: Sequence[str]) -> tuple[Call, int] | None:
         """The latest call that the messages with this chain continue, and how many of the messages it covers."""
@@ -158,5 +181,10 @@ class History:
         return False
 
     def turns(self) -> list[Turn]:
-        """Calls in order, each with its command's result."""
-        return [Turn(call, self._results.get(call.turn)) for call in self.calls]
+        """Calls of its own line in order, each with its command's result."""
+        line = [call for call in self.calls if call.lane in (None, self.number)]
+        return [
+            # Lanes ask side by side, so the number of a lane's call is not its turn.
+            Turn(call, self._results.get((call.lane, call.turn if call.lane is None else place)))
+            for place, call in enumerate(line)
+        ]

@@ -35,7 +35,7 @@ from opengyre.rollout.messages import extend
 from opengyre.rollout.prompt import Prompt, Renderer, fewest_tokens, prompt_of, size_of
 from opengyre.rollout.reading import ends_of, read
 from opengyre.rollout.router import QUIET_S, Completion, Generation, Router
-from opengyre.rollout.shell import turn_budget
+from opengyre.rollout.shell import most_calls
 from opengyre.rollout.speech import Watch
 from opengyre.shared import metrics
 from opengyre.shared.bus import FencedError
@@ -157,7 +157,7 @@ class Recorder:
             return missing
         if self._closed:
             raise ApiError(503, "This execution has ended.", kind="server_error")
-        if len(self.history.calls) + len(self._under_way) + new > turn_budget(self.dispatch):
+        if len(self.history.calls) + len(self._under_way) + new > most_calls(self.dispatch):
             self._refuse("turn_budget")
             raise budget_spent("turn_budget")
         if self._under_way and len(self._under_way) + new > MAX_CALLS:
@@ -217,9 +217,10 @@ class Recorder:
             raise ApiError(400, f"prompt has a token id that is no token; allowed are 0 to {most}.", param="prompt")
         try:
             if size_of(ask) < LONG:
-                return prompt_of(ask, self.history, self.renderer)
+                return prompt_of(ask, self.history.line(ask.lane), self.renderer)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(_encoding, prompt_of, ask, self.history.snapshot(), self.renderer)
+            line = self.history.line(ask.lane).snapshot()
+            return await loop.run_in_executor(_encoding, prompt_of, ask, line, self.renderer)
         except ValueError as error:
             raise ApiError(400, f"{error}.", param="messages") from error
 
@@ -309,6 +310,7 @@ class Recorder:
             "stop": said.stop,
             "transition": prompt.transition,
             "forced": prompt.forced,
+            "lane": ask.lane,
         }
         stored = await self.record(Call, **fields)
         assert isinstance(stored, Call)

@@ -28,16 +28,17 @@ MOST = 3
 """Sandboxes that one writer makes again."""
 
 
-def name_of(execution: str, attempt: int, number: int) -> str:
-    """The sandbox that the writer of that attempt makes again as its `number`th, from 0."""
-    return f"{execution}-a{attempt}" + (f"-{number}" if number else "")
+def name_of(line: str, attempt: int, number: int) -> str:
+    """The sandbox that the writer of that attempt makes again as its `number`th, from 0; `line` is the execution or one
+    of its lanes."""
+    return f"{line}-a{attempt}" + (f"-{number}" if number else "")
 
 
 async def restored(
     sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str, name: str
 ) -> SandboxRef:
-    """A new sandbox of that name in the recorded state; raises `SandboxLostError` naming the command that did something
-    else."""
+    """A new sandbox of that name in the state that the history's line left; raises `SandboxLostError` naming the
+    command that did something else."""
     ref = await sandboxes.open(dispatch, owner, name)
     try:
         async with sandboxes.kept(lambda: ref, owner, at_once=False):

@@ -15,34 +15,38 @@ import asyncio
 import contextlib
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from opengyre.proto.episode import EpisodeDispatch
-from opengyre.proto.sandbox import ExecResult, SandboxRef
-from opengyre.proto.traj import PROGRAM, AnyTrajEvent, Call, Ended, Progressed, SandboxOpened, ToolResult, Verified
-from opengyre.rollout import restore, shell, synthetic
+from opengyre.proto.sandbox import ExecResult
+from opengyre.proto.traj import (
+    PROGRAM,
+    AnyTrajEvent,
+    Call,
+    Ended,
+    Forked,
+    Progressed,
+    SandboxOpened,
+    ToolResult,
+    Verified,
+)
+from opengyre.rollout import lanes, shell, synthetic
 from opengyre.rollout.agent import Agent, ChatClient, ShellAgent, SyntheticAgent
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
-from opengyre.rollout.endpoint import Endpoints
 from opengyre.rollout.episode import AgentEnded, Effect, Episode, EpisodeEvent, Phase, Released, advance, due, rebuild
 from opengyre.rollout.evaluation import Verdict, progress_due
-from opengyre.rollout.grading import Grader
 from opengyre.rollout.history import History
 from opengyre.rollout.journal import Journal
-from opengyre.rollout.models import Models
 from opengyre.rollout.program import MAX_S, ProgramAgent, command_of, port_of
+from opengyre.rollout.prompt import Renderer
 from opengyre.rollout.recorder import Recorder
-from opengyre.rollout.router import Router
-from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxFaultError, SandboxLostError
+from opengyre.rollout.sandboxes import InvalidCommandError, SandboxLostError
+from opengyre.rollout.station import Station
+from opengyre.rollout.workspace import Workspace, ref_of
 from opengyre.shared import metrics
-from opengyre.shared.blobs import Blobs
-from opengyre.shared.bus import Bus
-from opengyre.shared.waits import Waits
 
 log = logging.getLogger("gyre.rollout.runner")
 
@@ -57,24 +61,6 @@ class Outcome(enum.Enum):
     FENCED = "fenced"
 
 
-@dataclass(frozen=True)
-class Station:
-    """What the episodes of one replica share."""
-
-    bus: Bus
-    blobs: Blobs
-    waits: Waits
-    replica: str
-    url: str
-    """Base URL of this replica's HTTP side."""
-    session: aiohttp.ClientSession
-    sandboxes: Sandboxes
-    router: Router
-    endpoints: Endpoints
-    models: Models
-    stopping: asyncio.Event
-
-
 @dataclass
 class Runner:
     station: Station
@@ -85,9 +71,9 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.station.bus, self.station.waits, self.dispatch, self.station.blobs)
-        self._grader = Grader(self.station.sandboxes, self.dispatch, self.station.replica, self.journal.confirm)
         self._measuring = asyncio.Lock()
-        self._remade = 0
+        self._renderer: Renderer | None = None
+        self._trunk: Workspace | None = None
 
     @property
     def suspended(self) -> bool:
@@ -120,7 +106,7 @@ class Runner:
         return Outcome.ENDED
 
     async def _drive(self) -> None:
-        renderer = await self.station.models.renderer(self.dispatch.run)
+        self._renderer = await self.station.models.renderer(self.dispatch.run)
         before = await self.journal.load()
         self.state = rebuild(before)
         self.history = History.of(before)
@@ -128,17 +114,11 @@ class Runner:
             log.info("%s has ended already", self.dispatch.execution)
             effects = due(self.state)
         else:
-            effects = self._take(await self.journal.begin(self.station.replica, renderer.vocab_size))
+            effects = self._take(await self.journal.begin(self.station.replica, self._renderer.vocab_size))
         budget = TimeBudget(shell.time_budget_s(self.dispatch), self.state.active_s)
-        self.recorder = Recorder(
-            self.dispatch, self.journal.attempt, self.history, renderer, self.station.router, self._record, budget
-        )
-        verified = self.dispatch.task.checks or self.dispatch.task.tests is not None
-        if self.dispatch.scoring.progress_every is not None and verified and not self.synthetic:
-            self.recorder.before_call = lambda _number: self._measure(budget)
         pending = list(effects)
         while pending:
-            for event in await self._perform(pending.pop(0), self.recorder, budget):
+            for event in await self._perform(pending.pop(0), budget):
                 pending.extend(self._take(event))
         assert self.state.phase is Phase.OVER, self.state.phase
 
@@ -155,27 +135,34 @@ class Runner:
         assert not effects, effects
         return event
 
-    async def _perform(self, effect: Effect, recorder: Recorder, budget: TimeBudget) -> list[EpisodeEvent]:
+    async def _perform(self, effect: Effect, budget: TimeBudget) -> list[EpisodeEvent]:
         match effect:
             case Effect.OPEN_SANDBOX:
                 return [await self._open()]
             case Effect.RUN_AGENT:
-                again = self.journal.attempt > 0 and not self.synthetic
-                lost = await self._find_again() if again else None
-                return [lost or await self._act(recorder, budget)]
+                return [await self._run_agent(budget)]
+            case Effect.RUN_LANES:
+                return await self._run_lanes(budget)
             case Effect.VERIFY:
-                return await self._verify()
+                return [await self._verify()]
             case Effect.CONCLUDE:
                 return [await self._conclude(budget)]
             case Effect.RELEASE:
-                if self.state.sandbox is not None:
-                    await self.station.sandboxes.destroy(self._ref())
-                return [Released()]
+                return [await self._release()]
 
-    def _ref(self) -> SandboxRef:
-        opened = self.state.sandbox
-        assert opened is not None
-        return SandboxRef(sandbox=opened.sandbox, node=opened.node, isolated=opened.isolated)
+    def _workspace(self) -> Workspace:
+        """The sandbox of the trunk."""
+        if self._trunk is None:
+            self._trunk = Workspace(
+                self.dispatch,
+                self.station.sandboxes,
+                self.station.replica,
+                self.journal,
+                self.history,
+                self._record,
+                opened=self.state.sandbox,
+            )
+        return self._trunk
 
     async def _open(self) -> EpisodeEvent:
         try:
@@ -184,33 +171,15 @@ class Runner:
             return AgentEnded("infra", f"no sandbox: {error}")
         return await self.journal.append(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
 
-    async def _find_again(self) -> AgentEnded | None:
-        """The sandbox of the writer before, or one that is made again as it was; the end, where that cannot be."""
-        try:
-            await self.station.sandboxes.check(self._ref(), self.station.replica)
-        except SandboxLostError:
-            try:
-                await self._make_again()
-            except SandboxLostError as error:
-                return AgentEnded("infra", str(error))
-        return None
-
-    async def _make_again(self) -> None:
-        """A sandbox as the log says that the lost one was; raises `SandboxLostError`."""
-        name = restore.name_of(self.dispatch.execution, self.journal.attempt, self._remade)
-        self._remade += 1
-        ref = await restore.restored(self.station.sandboxes, self.dispatch, self.history, self.station.replica, name)
-        await self._record(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
-
-    async def _recover(self, loss: SandboxLostError) -> None:
-        """Make the sandbox again that was lost under us, or raise the loss: a program's would lack what it did."""
-        if self.dispatch.harness.agent != "shell" or self._remade >= restore.MOST:
-            raise loss
-        log.warning("%s; making it again", loss)
-        old = self._ref()
-        await self._make_again()
-        if isinstance(loss, SandboxFaultError):  # it may be there still
-            await self.station.sandboxes.destroy(old)
+    async def _release(self) -> Released:
+        held = {opened.sandbox: opened for opened in (self.state.sandbox, *self.state.lanes) if opened is not None}
+        forked = self.state.forked
+        async with asyncio.TaskGroup() as tasks:
+            for opened in held.values():
+                tasks.create_task(self.station.sandboxes.destroy(ref_of(opened)))
+            if forked is not None and forked.snapshot is not None and self.state.sandbox is not None:
+                tasks.create_task(self.station.sandboxes.drop(forked.snapshot, self.state.sandbox.node))
+        return Released()
 
     async def _measure(self, budget: TimeBudget) -> None:
         """Before a call: what the work is worth, if that is due."""
@@ -222,7 +191,7 @@ class Runner:
             since = loop.time()
             budget.pause()
             try:
-                said = await self._grader.progress(self._ref(), calls)
+                said = await self._workspace().grader.progress(self._workspace().ref(), calls)
             finally:
                 budget.resume()
             await self._record(
@@ -234,24 +203,26 @@ class Runner:
                 duration_s=loop.time() - since,
             )
 
-    async def _act(self, recorder: Recorder, budget: TimeBudget) -> AgentEnded:
+    @contextlib.asynccontextmanager
+    async def _endpoint(self, budget: TimeBudget) -> AsyncIterator[tuple[ChatClient, Recorder]]:
+        """The execution's endpoint, open for as long as the block lasts."""
+        assert self._renderer is not None
+        recorder = Recorder(
+            self.dispatch, self.journal.attempt, self.history, self._renderer, self.station.router, self._record, budget
+        )
+        verified = self.dispatch.task.checks or self.dispatch.task.tests is not None
+        if self.dispatch.scoring.progress_every is not None and verified and not self.synthetic:
+            recorder.before_call = lambda _number: self._measure(budget)
         client = ChatClient(
             self.station.session,
             f"{self.station.url}/x/{self.dispatch.execution}/v1",
             self.station.endpoints.key(self.dispatch.execution),
             self.dispatch.run,
         )
-        agent, sandbox = self._agent(client, recorder)
+        self.recorder = recorder
         self.station.endpoints.open(recorder)
         try:
-            async with sandbox, budget.limit():
-                return await agent.run()
-        except BudgetSpentError:
-            return AgentEnded("time_budget")
-        except SandboxLostError as error:
-            return AgentEnded("infra", str(error))
-        except InvalidCommandError as error:
-            return AgentEnded("agent_error", str(error))
+            yield client, recorder
         finally:
             self.station.endpoints.close(self.dispatch.execution)
             await recorder.close()
@@ -260,25 +231,53 @@ class Runner:
             for event in self.journal.claim():
                 self._take(event)
 
+    async def _act(self, budget: TimeBudget) -> AgentEnded | shell.Part:
+        async with self._endpoint(budget) as (client, recorder):
+            agent, sandbox = self._agent(client, recorder)
+            try:
+                async with sandbox, budget.limit():
+                    return await agent.run()
+            except BudgetSpentError:
+                return AgentEnded("time_budget")
+            except SandboxLostError as error:
+                return AgentEnded("infra", str(error))
+            except InvalidCommandError as error:
+                return AgentEnded("agent_error", str(error))
+
+    async def _run_agent(self, budget: TimeBudget) -> EpisodeEvent:
+        if self.journal.attempt > 0 and not self.synthetic:
+            lost = await self._workspace().find_again()
+            if lost is not None:
+                return lost
+        end = await self._act(budget)
+        if isinstance(end, AgentEnded):
+            return end
+        branching = self.dispatch.harness.branching
+        assert branching is not None
+        await self.journal.confirm()
+        kept = await lanes.snapshot(self._workspace())
+        return await self.journal.append(Forked, turn=branching.turn, copies=branching.copies, snapshot=kept)
+
+    async def _run_lanes(self, budget: TimeBudget) -> list[EpisodeEvent]:
+        async with self._endpoint(budget) as (client, _):
+            return [*await lanes.Lanes(self._workspace(), client, budget).run(self.state)]
+
     def _agent(self, client: ChatClient, recorder: Recorder) -> tuple[Agent, AbstractAsyncContextManager[Any]]:
         """The agent, where its log stands, and what keeps its sandbox alive meanwhile."""
-        turns = self.history.turns()
         if self.synthetic:
-            answers = [turn.call.text for turn in turns]
+            answers = [turn.call.text for turn in self.history.turns()]
             return SyntheticAgent(self.dispatch, client, answers), contextlib.nullcontext()
-        steps = [shell.Step(turn.call.text, turn.result.output if turn.result is not None else None) for turn in turns]
-        at_once = self.journal.attempt > 0
-        kept = self.station.sandboxes.kept(self._ref, self.station.replica, at_once=at_once)
+        trunk = self._workspace()
         if self.dispatch.harness.agent == "program":
-            return self._program(client, recorder), kept
+            return self._program(client, recorder), trunk.kept()
 
         async def run_command(turn: int, command: str) -> str:
-            return await self._run_command(turn, command, recorder.budget)
+            return await trunk.run_command(turn, command, recorder.budget)
 
-        return ShellAgent(self.dispatch, client, run_command, steps), kept
+        return ShellAgent(self.dispatch, client, run_command, trunk.steps()), trunk.kept()
 
     def _program(self, client: ChatClient, recorder: Recorder) -> ProgramAgent:
-        sandboxes, ref, execution = self.station.sandboxes, self._ref(), self.dispatch.execution
+        sandboxes, ref, execution = self.station.sandboxes, self._workspace().ref(), self.dispatch.execution
         port = port_of(execution, isolated=ref.isolated)
         command = command_of(self.dispatch, port, client.key)
         exec_id = f"{execution}-program"
@@ -305,76 +304,22 @@ class Runner:
 
         return ProgramAgent(start, forward, finished, recorder)
 
-    async def _execute(self, exec_id: str, command: str, budget: TimeBudget) -> ExecResult:
-        """Run a command, in the sandbox that is made again where it is lost, which is not the agent's time."""
-        sandboxes, timeout_s = self.station.sandboxes, self.dispatch.harness.command_timeout_s
-        while True:
-            try:
-                return await sandboxes.execute(self._ref(), exec_id, command, timeout_s)
-            except SandboxLostError as loss:
-                budget.pause()
-                try:
-                    await self._recover(loss)
-                finally:
-                    budget.resume()
-
-    async def _run_command(self, turn: int, command: str, budget: TimeBudget) -> str:
-        harness = self.dispatch.harness
-        exec_id = f"{self.dispatch.execution}-t{turn}"
-        since = budget.spent_s
-        try:
-            result = await self._execute(exec_id, command, budget)
-        except InvalidCommandError as error:
-            exit_code, size, timed_out = 2, 0, False
-            output = str(error)[: harness.observation_chars]
-        else:
-            exit_code, timed_out = result.exit_code, result.timed_out
-            size = result.stdout_bytes + result.stderr_bytes
-            output = shell.observation(result, harness.observation_chars)
-        await self._record(
-            ToolResult,
-            turn=turn,
-            exec_id=exec_id,
-            command=command,
-            exit_code=exit_code,
-            output=output,
-            output_bytes=size,
-            timed_out=timed_out,
-            duration_s=budget.spent_s - since,
-        )
-        return output
-
-    async def _verify(self) -> list[EpisodeEvent]:
-        reason, detail = self.state.reason, self.state.detail
-        said = Verdict(evaluations=0)
+    async def _verify(self) -> EpisodeEvent:
+        end = AgentEnded(self.state.reason or "agent_error", self.state.detail)
+        if self.state.sandbox is not None:
+            return await self._workspace().graded(end)
         if self.synthetic:
             said = Verdict((synthetic.verdict(self.dispatch),))
-        elif reason == "infra":
-            said = Verdict(fault=detail or "the sandbox is gone", evaluations=0)
-        elif self.dispatch.task.checks or self.dispatch.task.tests is not None:
-            try:
-                said = await self._graded()
-            except SandboxLostError as error:
-                reason, detail = "infra", str(error)
-                said = Verdict(fault=str(error))
-        return [
-            await self.journal.append(
-                Verified,
-                parts=said.parts,
-                infra_error=said.fault,
-                evaluations=said.evaluations,
-                reason=reason,
-                detail=detail,
-            )
-        ]
-
-    async def _graded(self) -> Verdict:
-        """The verdict on what the agent left; raises `SandboxLostError` where that cannot be made again."""
-        while True:
-            try:
-                return await self._grader.final(self._ref())
-            except SandboxLostError as loss:
-                await self._recover(loss)
+        else:
+            said = Verdict(fault=end.detail or "no sandbox", evaluations=0)
+        return await self.journal.append(
+            Verified,
+            parts=said.parts,
+            infra_error=said.fault,
+            evaluations=said.evaluations,
+            reason=end.reason,
+            detail=end.detail,
+        )
 
     async def _conclude(self, budget: TimeBudget) -> EpisodeEvent:
         reason = self.state.reason or "agent_error"

@@ -33,6 +33,14 @@ from opengyre.proto.sandbox import (
     VerifyRequest,
     VerifyResult,
 )
+from opengyre.proto.sandbox_trees import (
+    DropRequest,
+    DropResult,
+    ForkRequest,
+    ForkResult,
+    SnapshotInfo,
+    SnapshotRequest,
+)
 from opengyre.shared.bus import Bus, RpcFailedError, RpcUnavailableError, call
 from opengyre.shared.settings import RolloutSettings, SandboxSettings
 from opengyre.shared.waits import Waits
@@ -41,6 +49,8 @@ log = logging.getLogger("gyre.rollout.sandboxes")
 
 MARGIN_S = 10.0
 PATIENCE_S = 5.0
+COPYING_S = 120.0
+"""For a snapshot or a fork: as long as a disk takes for the files of a task."""
 FAULTS = 5
 """Failures of the machine in a row before its sandbox is given up."""
 LOOK_S = 2.0
@@ -78,7 +88,7 @@ class Sandboxes:
         spec = SandboxSpec(
             sandbox=name or dispatch.execution,
             owner=owner,
-            labels={"run": dispatch.run, "group": dispatch.group, "execution": dispatch.execution},
+            labels=_labels(dispatch),
             files=dispatch.task.files,
             environment=dispatch.task.environment,
             workspace_mb=self.limits.workspace_mb,
@@ -154,15 +164,41 @@ class Sandboxes:
         )
         return await self._ask(ref.node, "verify", request, VerifyResult, verifying_s(dispatch) + MARGIN_S, faults=1)
 
+    async def snapshot(self, ref: SandboxRef, name: str) -> None:
+        """Keep its files as they are now; raises `SandboxLostError`, or `InvalidCommandError` where its machine keeps
+        none."""
+        request = SnapshotRequest(sandbox=ref.sandbox, snapshot=name)
+        await self._ask(ref.node, "snapshot", request, SnapshotInfo, COPYING_S)
+
+    async def fork(self, snapshot: str, node: str, dispatch: EpisodeDispatch, owner: str, name: str) -> SandboxRef:
+        """A sandbox that begins with a snapshot's files; raises `SandboxLostError`, `InvalidCommandError`."""
+        ttl = float(self.rollout.sandbox_ttl_s)
+        request = ForkRequest(
+            snapshot=snapshot,
+            sandboxes=(name,),
+            owner=owner,
+            labels=_labels(dispatch),
+            ttl_s=ttl,
+            idle_ttl_s=ttl,
+        )
+        made = await self._ask(node, "fork", request, ForkResult, COPYING_S)
+        return made.sandboxes[0]
+
+    async def drop(self, snapshot: str, node: str) -> None:
+        """Forget a snapshot; if nobody answers now, its time to live ends it."""
+        await self._let_go(node, "drop", DropRequest(snapshot=snapshot), DropResult)
+
     async def destroy(self, ref: SandboxRef) -> None:
         """Remove it; if nobody answers now, its lease ends it."""
+        await self._let_go(ref.node, "destroy", DestroyRequest(sandbox=ref.sandbox), DestroyResult)
+
+    async def _let_go(self, node: str, verb: str, request: msgspec.Struct, reply: type[Reply]) -> None:
         try:
             await call(
-                self.bus, SERVICE, ref.node, "destroy", DestroyRequest(sandbox=ref.sandbox), DestroyResult,
-                timeout_s=MARGIN_S, patience_s=PATIENCE_S,
+                self.bus, SERVICE, node, verb, request, reply, timeout_s=MARGIN_S, patience_s=PATIENCE_S
             )  # fmt: skip
         except (RpcFailedError, RpcUnavailableError) as error:
-            log.info("sandbox %s is left to its lease: %s", ref.sandbox, error)
+            log.info("%s is left to its lease: %s", request, error)
 
     @contextlib.asynccontextmanager
     async def kept(self, held: Callable[[], SandboxRef], owner: str, *, at_once: bool) -> AsyncIterator[None]:
@@ -222,6 +258,10 @@ class Sandboxes:
                         raise SandboxFaultError(f"{verb} failed {failed} times: {error}") from error
                 log.info("sandbox: %s on %s: %s; trying again", verb, target, error)
             await asyncio.sleep(min(0.1 * 2**failed, 2.0))
+
+
+def _labels(dispatch: EpisodeDispatch) -> dict[str, str]:
+    return {"run": dispatch.run, "group": dispatch.group, "execution": dispatch.execution}
 
 
 def verifying_s(dispatch: EpisodeDispatch) -> float:

@@ -25,8 +25,9 @@ from opengyre.rollout.endpoint import Endpoints, load_secret
 from opengyre.rollout.giving_up import give_up
 from opengyre.rollout.models import Models
 from opengyre.rollout.router import Router
-from opengyre.rollout.runner import Outcome, Runner, Station
+from opengyre.rollout.runner import Outcome, Runner
 from opengyre.rollout.sandboxes import Sandboxes
+from opengyre.rollout.station import Station
 from opengyre.shared import logs, metrics
 from opengyre.shared.bus import Abandoned, Bucket, Delivery, FencedError, Rejected, RetryLater, work
 from opengyre.shared.bus.consume import HOPELESS

@@ -38,11 +38,24 @@ class Execute:
     command: str
 
 
-Next = Ask | Execute | AgentEnded
+@dataclass(frozen=True)
+class Part:
+    """Go on as several lanes."""
+
+
+Next = Ask | Execute | Part | AgentEnded
 
 
 def turn_budget(dispatch: EpisodeDispatch) -> int:
     return dispatch.task.max_turns if dispatch.task.max_turns is not None else dispatch.harness.max_turns
+
+
+def most_calls(dispatch: EpisodeDispatch) -> int:
+    """Calls that an execution may make, those of all its lanes together."""
+    turns, branching = turn_budget(dispatch), dispatch.harness.branching
+    if branching is None or turns <= branching.turn:
+        return turns
+    return branching.turn + branching.copies * (turns - branching.turn)
 
 
 def time_budget_s(dispatch: EpisodeDispatch) -> float:
@@ -63,14 +76,17 @@ def messages(dispatch: EpisodeDispatch, steps: Sequence[Step]) -> tuple[dict[str
     return tuple(talk)
 
 
-def decide(dispatch: EpisodeDispatch, steps: Sequence[Step]) -> Next:
-    """What the agent does next."""
+def decide(dispatch: EpisodeDispatch, steps: Sequence[Step], lane: int | None = None) -> Next:
+    """What the agent does next; `lane` is None on the trunk, which goes on as lanes where that is asked for."""
     if steps and steps[-1].command.strip() == DONE:
         return AgentEnded("done")
     if steps and steps[-1].observation is None:
         return Execute(len(steps) - 1, steps[-1].command)
     if len(steps) >= turn_budget(dispatch):
         return AgentEnded("turn_budget")
+    branching = dispatch.harness.branching
+    if branching is not None and lane is None and len(steps) == branching.turn:
+        return Part()
     return Ask(messages(dispatch, steps))
 
 
