@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -31,6 +32,14 @@ from opengyre.proto.sandbox import (
     StatRequest,
     VerifyRequest,
     VerifyResult,
+)
+from opengyre.proto.sandbox_trees import (
+    DropRequest,
+    DropResult,
+    ForkRequest,
+    ForkResult,
+    SnapshotInfo,
+    SnapshotRequest,
 )
 from opengyre.proto.task import Check, TaskSpec
 from opengyre.proto.traj import AnyTrajEvent
@@ -90,6 +99,9 @@ class FakeHost:
         self.go_on = asyncio.Event()
         self.cut_after: int | None = None
         """Of a stream: the tokens after which its connection is lost, once."""
+        self.alternatives: dict[int, list[str]] = {}
+        """Of a turn: what is said to the first call, to the second, and so on."""
+        self._chosen: dict[int, dict[str, int]] = {}
         self.requests: list[dict] = []
         self.calls = 0
         self.url = ""
@@ -115,7 +127,7 @@ class FakeHost:
             return JSONResponse({"error": {"type": "not_serving", "message": self.state.value}}, status_code=503)
         prompt: list[int] = body["token_ids"]
         turns = [at for at, token in enumerate(prompt) if token == self._marker]
-        text = " " + self.script[max(0, min(len(turns), len(self.script)) - 1)]
+        text = " " + self._said(max(0, min(len(turns), len(self.script)) - 1), body["request_id"])
         whole = [*self.tokenizer.encode(text), self.tokenizer.end_id]
         begun = prompt[turns[-1] + 1 :] if turns else []
         if whole[: len(begun)] == begun:
@@ -149,6 +161,14 @@ class FakeHost:
             "weight_versions": [{"version": str(self.version), "start": 0, "end": len(said)}] if said else [],
         }
         return JSONResponse({"choices": [choice]})
+
+    def _said(self, turn: int, request: str) -> str:
+        texts = self.alternatives.get(turn)
+        if texts is None:
+            return self.script[turn]
+        call = request.rsplit("-", 1)[0]  # without the number of the try
+        chosen = self._chosen.setdefault(turn, {})
+        return texts[chosen.setdefault(call, len(chosen)) % len(texts)]
 
     async def _increments(self, tokens: list[int]) -> AsyncIterator[bytes]:
         self.calls += 1
@@ -200,6 +220,9 @@ class FakeSandboxes:
         self.print: dict[str, str] = {}
         self.passes = 1.0
         self.invalid_verifications = 0
+        self.snapshots: dict[str, SandboxSpec] = {}
+        self.keeps = True
+        """Whether it takes snapshots."""
         self._execs: dict[tuple[str, str], asyncio.Task[ExecResult]] = {}
 
     def lose(self) -> None:
@@ -272,6 +295,28 @@ class FakeSandboxes:
             execs=len(running), running=running,
         )  # fmt: skip
 
+    async def snapshot(self, request: SnapshotRequest) -> SnapshotInfo:
+        self._check(request.sandbox)
+        if not self.keeps:
+            raise RpcFailedError("invalid_request", "a snapshot is not possible here")
+        self.snapshots[request.snapshot] = self.live[request.sandbox]
+        return SnapshotInfo(
+            snapshot=request.snapshot, node=self.node, sandbox=request.sandbox, size=0, expires_in_s=60.0
+        )
+
+    async def fork(self, request: ForkRequest) -> ForkResult:
+        if request.snapshot not in self.snapshots:
+            raise RpcFailedError("invalid_request", f"there is no snapshot {request.snapshot}")
+        spec = self.snapshots[request.snapshot]
+        return ForkResult(
+            sandboxes=tuple(
+                [await self.create(msgspec.structs.replace(spec, sandbox=name)) for name in request.sandboxes]
+            )
+        )
+
+    async def drop(self, request: DropRequest) -> DropResult:
+        return DropResult(snapshot=request.snapshot, existed=self.snapshots.pop(request.snapshot, None) is not None)
+
     async def destroy(self, request: DestroyRequest) -> DestroyResult:
         self.destroyed.add(request.sandbox)
         return DestroyResult(sandbox=request.sandbox, existed=self.live.pop(request.sandbox, None) is not None)
@@ -284,6 +329,9 @@ class FakeSandboxes:
             "renew": Endpoint(RenewRequest, self.renew),
             "forward": Endpoint(ForwardRequest, self.forward),
             "stat": Endpoint(StatRequest, self.stat),
+            "snapshot": Endpoint(SnapshotRequest, self.snapshot),
+            "fork": Endpoint(ForkRequest, self.fork),
+            "drop": Endpoint(DropRequest, self.drop),
             "destroy": Endpoint(DestroyRequest, self.destroy),
         }
         async with (

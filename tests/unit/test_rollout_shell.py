@@ -7,11 +7,22 @@ import msgspec
 import pytest
 
 from opengyre.proto.examples import DISPATCH
+from opengyre.proto.run import Branching, Harness, InvalidRunError, RunSpec, Scoring, validate
 from opengyre.proto.sandbox import ExecResult
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
 from opengyre.rollout.episode import AgentEnded
 from opengyre.rollout.recorder import call_seed
-from opengyre.rollout.shell import Ask, Execute, Step, decide, observation, time_budget_s, turn_budget
+from opengyre.rollout.shell import (
+    Ask,
+    Execute,
+    Part,
+    Step,
+    decide,
+    most_calls,
+    observation,
+    time_budget_s,
+    turn_budget,
+)
 
 HARNESS = msgspec.structs.replace(DISPATCH.harness, max_turns=2, system="be brief", time_budget_s=9.0)
 TASK = msgspec.structs.replace(DISPATCH.task, instruction="do it", max_turns=None, time_budget_s=None)
@@ -97,3 +108,35 @@ async def test_a_timeout_of_the_block_itself_is_not_the_budgets() -> None:
     with pytest.raises(TimeoutError, match="mine"):
         async with TimeBudget(5.0).limit():
             raise TimeoutError("mine")
+
+
+def test_the_trunk_parts_where_the_run_says_and_lanes_go_on() -> None:
+    forked = msgspec.structs.replace(
+        EPISODE, harness=msgspec.structs.replace(HARNESS, max_turns=5, branching=Branching(turn=1, copies=3))
+    )
+    step = Step("ls", "a")
+    assert isinstance(decide(forked, []), Ask)
+    assert decide(forked, [Step("ls", None)]) == Execute(0, "ls")
+    assert decide(forked, [step]) == Part()
+    assert isinstance(decide(forked, [step], lane=0), Ask)
+    assert decide(forked, [step] * 5, lane=2) == AgentEnded("turn_budget")
+    assert decide(forked, [Step("done", None)]) == AgentEnded("done")
+    assert most_calls(forked) == 1 + 3 * 4
+    assert most_calls(EPISODE) == 2
+    short = msgspec.structs.replace(forked, task=msgspec.structs.replace(TASK, max_turns=1))
+    assert (decide(short, [step]), most_calls(short)) == (AgentEnded("turn_budget"), 1)
+
+
+@pytest.mark.parametrize(
+    ("harness", "scoring", "said"),
+    [
+        ({"branching": Branching(turn=0)}, Scoring(), r"harness.branching.turn is 0; allowed are values from 1 to 3"),
+        ({"branching": Branching(turn=4)}, Scoring(), r"harness.branching.turn is 4; allowed are values from 1 to 3"),
+        ({"branching": Branching(turn=1, copies=17)}, Scoring(), r"copies is 17; allowed are values from 2 to 16"),
+        ({"branching": Branching(turn=1), "agent": "program", "program": "x"}, Scoring(), r"allowed is shell"),
+        ({"branching": Branching(turn=1)}, Scoring(progress_every=1), r"leave out one of them"),
+    ],
+)
+def test_branching_that_cannot_be_is_refused_by_name(harness: dict[str, Any], scoring: Scoring, said: str) -> None:
+    with pytest.raises(InvalidRunError, match=said):
+        validate(RunSpec(run="r", model="/m", harness=Harness(**harness), scoring=scoring))

@@ -10,9 +10,9 @@ judged by those that closed with it, without itself; a late one by all of those.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from opengyre.learn.advantage import Baseline
+from opengyre.learn.advantage import Baseline, advantage
 from opengyre.proto.traj import Call, Progressed, TrajEvent
 from opengyre.trajectory.score import score_of
 from opengyre.trees.credit import Course, Foretold, by_turn, course, foretold
@@ -43,6 +43,8 @@ class Scored:
     execution: str
     score: float
     potentials: dict[str, float | None]
+    lanes: dict[str, float] = field(default_factory=dict)
+    """Call -> the score of its lane, for calls of lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,25 @@ class Credit:
     baseline: Baseline
     courses: tuple[tuple[str, Course], ...]
     """Of the closing members that have potentials."""
+    closed: frozenset[str]
+    """The closing members: those that the baseline is made from."""
 
     def line(self, execution: str) -> Foretold:
         """By which an execution's turns are judged."""
         return foretold([found for name, found in self.courses if name != execution])
 
     def advantages(self, member: Scored) -> dict[str, float]:
-        """Call -> advantage of its tokens; nothing where nothing was measured: then it is the execution's."""
+        """Call -> advantage of its tokens; nothing where nothing was measured: then it is the execution's.
+
+        A lane's calls have the execution's, and by how much the lane did better than the execution's lanes in the mean;
+        the trunk's have the execution's. So lanes are compared with other executions only: a member's own score is one
+        of the `n` that the center is the mean of, by which its advantage is `(n - 1) / n` of its distance from the
+        others, and the difference between lanes counts for as much.
+        """
+        if member.lanes:
+            base, own = self.baseline, advantage(member.score, self.baseline)
+            scale = base.scale * (1 - 1 / len(self.closed) if member.execution in self.closed else 1)
+            return {call: own + scale * (score - member.score) for call, score in member.lanes.items()}
         if all(value is None for value in member.potentials.values()):
             return {}
         line, base = self.line(member.execution), self.baseline
@@ -71,4 +85,5 @@ class Credit:
 def freeze(baseline: Baseline, members: Sequence[Scored]) -> Credit:
     """From the members that a group closes with."""
     known = ((one.execution, course(one.score, tuple(one.potentials.values()))) for one in members)
-    return Credit(baseline, tuple((name, found) for name, found in known if found is not None))
+    courses = tuple((name, found) for name, found in known if found is not None)
+    return Credit(baseline, courses, frozenset(one.execution for one in members))

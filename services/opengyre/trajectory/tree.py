@@ -99,7 +99,7 @@ def tree_of(calls: Sequence[Call], vocabulary: int | None = None) -> tuple[Tree,
         builder.add(
             Given(
                 call.call, call.prompt_ids, call.sampled_ids, call.parent, call.prefix_tokens, order,
-                _fault(call), call.role, wanted=call.choices > 1, adapter=call.adapter,
+                _fault(call), call.role, wanted=call.choices > 1 or call.lane is not None, adapter=call.adapter,
                 media=tuple((one.position, one.hash) for one in call.media),
                 rows=None if routes is None else Rows(routes.blob, routes.start, routes.start + routes.rows),
             )

@@ -93,18 +93,20 @@ def _draw(
 
 
 def shares(nodes: Sequence[Node]) -> dict[str, float]:
-    """Call -> weight of its tokens where calls with one prompt are alternatives (worlds of their own): the share of the
-    leaves below that alternative, times that of what it goes on from. 1 everywhere where there are none."""
+    """Call -> weight of its tokens where calls with one prompt after one call are alternatives (worlds of their own):
+    the share of the leaves below that alternative, times that of what it goes on from. 1 everywhere where there are
+    none."""
     leaves: dict[int, int] = {}
     for node in reversed(nodes):
         live = node.refused != "superseded"
         leaves[id(node)] = sum(leaves[id(child)] for child in node.children) or int(live)
-    attempts: dict[object, list[Node]] = defaultdict(list)
+    # Worlds that went on alike have the same prompts, which are not alternatives: they go on from different calls.
+    attempts: dict[tuple[object, int], list[Node]] = defaultdict(list)
     for node in nodes:
-        attempts[node.question].append(node)
+        attempts[node.question, id(node.parent)].append(node)
     found: dict[str, float] = {}
     for node in nodes:
         above = found[node.parent.call] if node.parent is not None else 1.0
-        total = sum(leaves[id(other)] for other in attempts[node.question])
+        total = sum(leaves[id(other)] for other in attempts[node.question, id(node.parent)])
         found[node.call] = above * (leaves[id(node)] / total if total else 1.0)
     return found
