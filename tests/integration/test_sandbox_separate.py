@@ -204,7 +204,7 @@ async def test_nothing_is_left_when_the_sandbox_is_destroyed_under_its_evaluatio
 
 
 async def test_a_clean_sandbox_ends_with_its_lease(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opengyre.sandbox.manager.lasts_s", lambda _request: 0.5)
+    monkeypatch.setattr("opengyre.sandbox.evaluations.lasts_s", lambda _request: 0.5)
     reaping = asyncio.create_task(box.manager.reap())
     failed = await box.verify("sleep 20", timeout_s=20.0)
     assert not failed.valid

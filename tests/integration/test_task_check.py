@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from opengyre.cli.main import app
 from opengyre.sandbox import machine
-from support.foreign_tasks import BENCH_TASK, PYTEST_TASK, STEPS_TASK, harbor, real_task, write
+from support.foreign_tasks import APART_TASK, BENCH_TASK, PYTEST_TASK, STEPS_TASK, harbor, real_task, write
 
 pytestmark = [
     pytest.mark.sandbox,
@@ -28,19 +28,22 @@ def check(*paths: Path, options: tuple[str, ...] = ("--stand-in", "host"), code:
     return json.loads(done.stdout) if done.stdout else " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
-def test_real_tasks_are_worth_0_and_1_on_every_reward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["bubblewrap", "docker"])
+def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, tuple[str, ...]]:
+    """The words for what stands in for a base on a backend, and the options that choose both."""
+    if request.param == "bubblewrap":
+        return "host root", ("--stand-in", "host")
+    both_backends = pytest.importorskip("support.both_backends", reason="needs the extra opengyre[docker]")
+    if why := both_backends.missing("docker"):
+        pytest.skip(why)
+    monkeypatch.setenv("GYRE_SANDBOX__DOCKER_SOCKET", str(both_backends.SOCKET))
+    monkeypatch.setenv("GYRE_SANDBOX__DOCKER_IMAGE", both_backends.IMAGE)
+    return f"image {both_backends.IMAGE}", ("--backend", "docker", "--stand-in", both_backends.IMAGE)
+
+
+def test_real_tasks_are_worth_0_and_1_on_every_reward(node: tuple[str, tuple[str, ...]]) -> None:
     tasks = real_task("simple-task"), real_task("multi-reward")
-    base = "host root"
-    options: tuple[str, ...] = ("--stand-in", "host")
-    if kind == "docker":
-        both_backends = pytest.importorskip("support.both_backends", reason="needs the extra opengyre[docker]")
-        if why := both_backends.missing("docker"):
-            pytest.skip(why)
-        monkeypatch.setenv("GYRE_SANDBOX__DOCKER_SOCKET", str(both_backends.SOCKET))
-        monkeypatch.setenv("GYRE_SANDBOX__DOCKER_IMAGE", both_backends.IMAGE)
-        base = f"image {both_backends.IMAGE}"
-        options = ("--backend", "docker", "--stand-in", both_backends.IMAGE)
+    base, options = node
     facts = check(*tasks, options=options)
     rewards = {fact["task"]: (fact["nothing"]["rewards"], fact["reference"]["rewards"]) for fact in facts}
     assert rewards == {
@@ -52,6 +55,33 @@ def test_real_tasks_are_worth_0_and_1_on_every_reward(kind: str, monkeypatch: py
         f"{base} in place of ubuntu:24.04, replayed 3 of 3 instructions",
     ]
     assert all(fact["ok"] for fact in facts)
+
+
+def test_tests_with_an_environment_of_their_own_see_the_artifacts_and_nothing_else(
+    tmp_path: Path, node: tuple[str, tuple[str, ...]]
+) -> None:
+    base, options = node
+    (fact,) = check(write(tmp_path / "apart", APART_TASK), options=options)
+    assert (fact["nothing"]["rewards"], fact["reference"]["rewards"]) == ({"reward": 0.0}, {"reward": 1.0}), fact
+    assert fact["remarks"] == [
+        f"environment of the tests: {base} in place of debian:bookworm-slim, replayed 4 of 4 instructions",
+        "not used here: environment.mcp_servers, environment.skills_dir",
+    ]
+
+
+def test_tasks_of_several_steps_are_checked_on_either_backend(
+    tmp_path: Path, node: tuple[str, tuple[str, ...]]
+) -> None:
+    (fact,) = check(write(tmp_path / "steps", STEPS_TASK), options=node[1])
+    assert fact["ok"], fact
+    assert fact["reference"]["steps"] == [{"reward": 1.0}] * 2
+
+
+def test_a_health_check_that_never_succeeds_is_a_failed_evaluation(tmp_path: Path) -> None:
+    sick = 'version = "1.0"\n[environment.healthcheck]\ncommand = "echo sick; false"\ninterval_sec = 0.1\nretries = 2\n'
+    (fact,) = check(harbor(tmp_path / "task", task_DOT_toml=sick), code=1)
+    words = "the health check 'echo sick; false' failed to the end, at last as it ended with exit status 1: sick"
+    assert words in fact["remarks"][0]
 
 
 def test_tasks_of_every_kind_are_checked_at_once(tmp_path: Path) -> None:

@@ -101,3 +101,32 @@ STEPS_TASK = {
     " || echo 0.5 > /logs/verifier/reward.txt\n",
     "steps/two/solution/solve.sh": "cp given second\n",
 }
+
+APART_TASK = {
+    "task.toml": 'schema_version = "1.4"\n'
+    'artifacts = ["/app/out", {source = "/app/tool", exclude = ["*.log"]}, "/app/no"]\n'
+    '[agent]\nuser = "root"\n[verifier]\ntimeout_sec = 30\nenvironment_mode = "separate"\n'
+    '[verifier.environment]\nmemory_mb = 256\nenv = {WHERE = "apart"}\n'
+    '[verifier.environment.healthcheck]\ncommand = "test -f /checker/ready"\nretries = 1\n'
+    '[[verifier.collect]]\ncommand = "mkdir -p /logs/artifacts && cp answer /logs/artifacts/ || true"\n'
+    '[environment]\nmcp_servers = [{name = "m", url = "http://m"}]\nskills_dir = "/skills"\n'
+    '[environment.healthcheck]\ncommand = "test -f kept && test ! -e left.log"\nretries = 1\n',
+    "instruction.md": "Write 42 into /app/answer and a tool into /app/tool.\n",
+    "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\nCOPY . .\n",
+    "environment/.dockerignore": "# not for the agent\n*.log\nhidden\n!hidden/shown\nDockerfile\n",
+    "environment/kept": "k\n",
+    "environment/left.log": "l\n",
+    "environment/hidden/secret": "s\n",
+    "environment/hidden/shown": "s\n",
+    "tests/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /checker\nCOPY . /tests/\nRUN touch ready\n",
+    "tests/test.sh": "#!/bin/sh\n"
+    "[ $WHERE = apart ] && [ -f ready ] && [ ! -e /app/kept ] && [ ! -e /app/answer ] || exit 1\n"
+    "[ ! -e /app/tool/x.log ] && [ ! -L /app/tool/out ] || exit 1\n"
+    'if [ "$(cat /logs/artifacts/answer 2>/dev/null)" = 42 ] && [ "$(/app/tool/say 2>/dev/null)" = yes ]\n'
+    "then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
+    "solution/solve.sh": "#!/bin/bash\nset -e\n"
+    "test ! -e left.log; test ! -e hidden/secret; test -e hidden/shown; test ! -e Dockerfile\n"
+    "echo 42 > answer; mkdir tool; printf '#!/bin/sh\\necho yes\\n' > tool/say; chmod +x tool/say\n"
+    "echo x > tool/x.log; ln -s /etc/passwd tool/out; mkdir -p /tests; echo x > /tests/test.sh\n",
+}
+"""Its tests have a Dockerfile, and the agent's work comes to them as artifacts."""

@@ -15,11 +15,11 @@ from typing import Literal
 
 from opengyre.proto.base import Record
 from opengyre.proto.subjects import rpc
-from opengyre.proto.task import Check, TaskEnvironment, TaskTests
+from opengyre.proto.task import Check, Healthcheck, TaskEnvironment, TaskTests
 
 SERVICE = "sandbox"
 VERBS = (
-    *("exec", "verify", "renew", "destroy", "list", "read", "write", "stat", "forward", "info"),
+    *("exec", "verify", "prepare", "renew", "destroy", "list", "read", "write", "stat", "forward", "info"),
     *("spawn", "poll", "logs", "kill"),
     *("put", "get", "snapshot", "fork", "restore", "drop"),
 )
@@ -271,6 +271,32 @@ class VerifyResult(Record, frozen=True, kw_only=True):
     """Head and tail of what the tests printed."""
     environment: str = ""
     """Which base they ran on and how it was made; empty without an environment."""
+
+
+class PrepareRequest(Record, frozen=True, kw_only=True):
+    """Make a sandbox ready for a step of a task (verb ``prepare``, answered by `PrepareResult`): bring its files, run
+    its setup, wait for its health check. Nothing else may be asked of it meanwhile.
+    """
+
+    sandbox: str
+    """The sandbox's id."""
+    prepare_id: str
+    """Id given by the caller; done once for it."""
+    files: bytes = b""
+    """For the folder where commands start: a tar archive, compressed by gzip."""
+    setup: str | None = None
+    """A command that is run there then."""
+    healthcheck: Healthcheck | None = None
+    """Waited for at last."""
+
+
+class PrepareResult(Record, frozen=True, kw_only=True):
+    """The sandbox is ready, or the step cannot begin in it."""
+
+    prepare_id: str
+    """The request's id."""
+    fault: str | None = None
+    """The sentence, where its files or its setup failed; a health check that fails is an ``infra_error``."""
 
 
 class RenewRequest(Record, frozen=True, kw_only=True):

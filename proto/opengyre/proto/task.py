@@ -15,6 +15,28 @@ class Check(Record, frozen=True, kw_only=True):
     """Share of the score, above 0; the weights of a task sum to 1."""
 
 
+class Healthcheck(Record, frozen=True, kw_only=True):
+    """A command that succeeds once a sandbox is ready; where it never does, the machine failed and not the work."""
+
+    command: str
+    interval_s: float = 5.0
+    """Between two of them."""
+    timeout_s: float = 30.0
+    """Of each."""
+    start_period_s: float = 0.0
+    """From the begin, while failures do not count."""
+    start_interval_s: float = 5.0
+    """Between two of them meanwhile."""
+    retries: int = 3
+    """Failures in a row after which the sandbox is given up."""
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that it is waited for."""
+        begin = self.start_period_s + self.start_interval_s + self.timeout_s if self.start_period_s else 0.0
+        return begin + self.retries * (self.interval_s + self.timeout_s)
+
+
 class TaskEnvironment(Record, frozen=True, kw_only=True):
     """What the sandbox of a task is, where that is more than text files: an image, or a Dockerfile and its context."""
 
@@ -35,6 +57,13 @@ class TaskEnvironment(Record, frozen=True, kw_only=True):
     cpus: float | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
+    healthcheck: Healthcheck | None = None
+    """Waited for before anything else is run in it."""
+
+    @property
+    def longest_s(self) -> float:
+        """What one instruction and the health check may take: so long a caller waits before it asks again."""
+        return self.build_timeout_s + (self.healthcheck.longest_s if self.healthcheck is not None else 0.0)
 
 
 class Collect(Record, frozen=True, kw_only=True):
@@ -45,13 +74,22 @@ class Collect(Record, frozen=True, kw_only=True):
     user: str | None = None
 
 
+class Artifact(Record, frozen=True, kw_only=True):
+    """A file or a folder of the agent's sandbox that a verifier in an environment of its own is given."""
+
+    source: str
+    """Absolute path, the same there; nothing is carried over where there is none."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names or of paths in the folder that stay behind."""
+
+
 class TaskTests(Record, frozen=True, kw_only=True):
     """A verifier that is a program: it comes into the sandbox after the agent and leaves rewards in ``/logs/verifier``,
     ``reward.json`` before ``reward.txt``, and reports of its tests (CTRF, JUnit).
     """
 
-    archive: bytes
-    """The content of ``/tests``: a tar archive, compressed by gzip (base64 in JSON)."""
+    archive: bytes = b""
+    """The content of ``/tests``: a tar archive, compressed by gzip (base64 in JSON). Empty: ``environment`` has it."""
     command: str = "/tests/test.sh"
     """Its exit status says nothing."""
     timeout_s: float = 600.0
@@ -61,6 +99,11 @@ class TaskTests(Record, frozen=True, kw_only=True):
     """None is ``root`` where the node's sandboxes have other users, else the agent's."""
     separate: bool = False
     """Asks for a clean sandbox, whatever the run says."""
+    environment: TaskEnvironment | None = None
+    """They run in a fresh sandbox of it, which has of the agent's what ``artifacts`` name and ``/logs/artifacts``, and
+    their own ``/tests`` where there is a ``test.sh`` in it. None: in the agent's, or in a copy of that."""
+    artifacts: tuple[Artifact, ...] = ()
+    """With ``environment`` only."""
     collect: tuple[Collect, ...] = ()
     parser: Literal["rewards", "pytest"] = "rewards"
     """``pytest``: no file, but the short summary that pytest prints; the reward is 1 where every test passed."""
@@ -70,6 +113,31 @@ class TaskTests(Record, frozen=True, kw_only=True):
     """Reward -> its share of the score; those that are not named have 1, and shares are made to sum to 1."""
     score: Literal["rewards", "progress"] = "rewards"
     """``progress``: the score is the part of the tests that was gained over the baseline."""
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that one evaluation may take, once its environment is made."""
+        own = self.timeout_s + sum(item.timeout_s for item in self.collect)
+        return own + (self.environment.longest_s if self.environment is not None else 0.0)
+
+
+class TaskStep(Record, frozen=True, kw_only=True):
+    """One of several steps of a task, one after the other in the same sandbox, each asked for and judged by itself."""
+
+    name: str
+    instruction: str
+    """What the agent is told, in a conversation of its own."""
+    tests: TaskTests
+    files: bytes = b""
+    """Goes to the folder where commands start, before the step: a tar archive, compressed by gzip (base64 in JSON)."""
+    setup: str | None = None
+    """A command that is run there then; where it fails, the step cannot begin and the task cannot be judged."""
+    healthcheck: Healthcheck | None = None
+    """Waited for after that."""
+    time_budget_s: float | None = None
+    """Of this step; None: the task's, or the run's."""
+    min_reward: float | dict[str, float] | None = None
+    """The next step begins if the tests say so much: of ``reward``, of each where none has that name, or as named."""
 
 
 class TaskSpec(Record, frozen=True, kw_only=True):
@@ -87,10 +155,15 @@ class TaskSpec(Record, frozen=True, kw_only=True):
     """None: the sandbox is a node's plain one, with ``files``."""
     tests: TaskTests | None = None
     """The verifier, as a program; or else ``checks``."""
+    steps: tuple[TaskStep, ...] = ()
+    """One after the other, each with its own verifier, instead of ``checks`` and ``tests``; ``instruction`` is for
+    people then."""
+    reward: Literal["mean", "final"] = "mean"
+    """Of steps: the score is the mean of theirs, those that were not reached being 0, or the last one's."""
     max_turns: int | None = None
-    """Overrides the run's turn budget."""
+    """Overrides the run's turn budget; of each step."""
     time_budget_s: float | None = None
-    """Overrides the run's time budget."""
+    """Overrides the run's time budget; of each step."""
     purpose: Literal["train", "evaluate"] = "train"
     repeat: int = 1
     """How many groups are made of it."""

@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from opengyre.proto.ids import BadIdentifierError, check_token
-from opengyre.proto.task import TaskEnvironment, TaskSpec, TaskTests
+from opengyre.proto.task import Artifact, Healthcheck, TaskEnvironment, TaskSpec, TaskStep, TaskTests
 
 MAX_TEXT = 64 << 10
 """Characters of an instruction or a command."""
@@ -25,6 +25,9 @@ MIN_TIME_BUDGET_S = 0.1
 MAX_REPEAT = 100_000
 MAX_TIMEOUT_S = 86_400.0
 MAX_VARIABLES = 256
+MAX_STEPS = 256
+MAX_ARTIFACTS = 256
+MAX_RETRIES = 1000
 WEIGHT_TOLERANCE = 1e-6
 
 
@@ -45,14 +48,11 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
     _text("instruction", spec.instruction, MAX_TEXT)
     _files(spec.files)
     if spec.environment is not None:
-        _environment(spec.environment)
+        _environment("environment", spec.environment)
     _verifier(spec)
     if spec.max_turns is not None and not 1 <= spec.max_turns <= MAX_TURNS:
         raise InvalidTaskError("max_turns", f"is {spec.max_turns}; allowed are values from 1 to {MAX_TURNS}")
-    budget = spec.time_budget_s
-    if budget is not None and not MIN_TIME_BUDGET_S <= budget <= MAX_TIME_BUDGET_S:
-        allowed = f"{MIN_TIME_BUDGET_S:g} to {MAX_TIME_BUDGET_S:g} seconds"
-        raise InvalidTaskError("time_budget_s", f"is {budget}; allowed are values from {allowed}")
+    _budget("time_budget_s", spec.time_budget_s)
     if not 1 <= spec.repeat <= MAX_REPEAT:
         raise InvalidTaskError("repeat", f"is {spec.repeat}; allowed are values from 1 to {MAX_REPEAT}")
     if spec.family is not None:
@@ -66,6 +66,12 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
     if size > MAX_TASK_BYTES:
         raise InvalidTaskError("files", f"make the task {size} bytes of JSON; allowed are at most {MAX_TASK_BYTES}")
     return spec
+
+
+def _budget(field: str, budget: float | None) -> None:
+    if budget is not None and not MIN_TIME_BUDGET_S <= budget <= MAX_TIME_BUDGET_S:
+        allowed = f"{MIN_TIME_BUDGET_S:g} to {MAX_TIME_BUDGET_S:g} seconds"
+        raise InvalidTaskError(field, f"is {budget}; allowed are values from {allowed}")
 
 
 def printable(value: str) -> bool:
@@ -122,55 +128,115 @@ def _user(field: str, value: str | None) -> None:
         raise InvalidTaskError(field, f"is {value[:80]!r}; allowed is the name or number of a user")
 
 
-def _environment(environment: TaskEnvironment) -> None:
+def _absolute(field: str, path: str) -> None:
+    if not (path.startswith("/") and path.isprintable() and len(path) <= MAX_PATH) or ".." in path.split("/"):
+        raise InvalidTaskError(field, f"is {path[:80]!r}; allowed is an absolute path without '..'")
+
+
+def _healthcheck(field: str, check: Healthcheck | None) -> None:
+    if check is None:
+        return
+    _text(f"{field}.command", check.command, MAX_TEXT)
+    _timeout(f"{field}.timeout_s", check.timeout_s)
+    for name in ("interval_s", "start_period_s", "start_interval_s"):
+        value = getattr(check, name)
+        if not 0 <= value <= MAX_TIMEOUT_S:
+            raise InvalidTaskError(f"{field}.{name}", f"is {value}; allowed are 0 to {MAX_TIMEOUT_S:g} seconds")
+    if not 1 <= check.retries <= MAX_RETRIES:
+        raise InvalidTaskError(f"{field}.retries", f"is {check.retries}; allowed are values from 1 to {MAX_RETRIES}")
+
+
+def _environment(at: str, environment: TaskEnvironment) -> None:
     if (environment.image is None) == (environment.dockerfile is None):
-        raise InvalidTaskError("environment", "has both image and dockerfile or none; allowed is one of them")
+        raise InvalidTaskError(at, "has both image and dockerfile or none; allowed is one of them")
     if environment.image is not None:
-        _text("environment.image", environment.image, MAX_PATH)
+        _text(f"{at}.image", environment.image, MAX_PATH)
     if environment.dockerfile is not None:
-        _text("environment.dockerfile", environment.dockerfile, MAX_TEXT)
-    workdir = environment.workdir
-    if workdir is not None and not (workdir.startswith("/") and workdir.isprintable() and len(workdir) <= MAX_PATH):
-        raise InvalidTaskError("environment.workdir", f"is {workdir[:80]!r}; allowed is an absolute path")
+        _text(f"{at}.dockerfile", environment.dockerfile, MAX_TEXT)
+    if environment.workdir is not None:
+        _absolute(f"{at}.workdir", environment.workdir)
     for field, value in (
         ("cpus", environment.cpus),
         ("memory_mb", environment.memory_mb),
         ("storage_mb", environment.storage_mb),
     ):
         if value is not None and not 0 < value <= 1 << 24:
-            raise InvalidTaskError(
-                f"environment.{field}", f"is {value}; allowed are values above 0 and up to {1 << 24}"
-            )
-    _timeout("environment.build_timeout_s", environment.build_timeout_s)
-    _variables("environment.env", environment.env)
-    _user("environment.user", environment.user)
+            raise InvalidTaskError(f"{at}.{field}", f"is {value}; allowed are values above 0 and up to {1 << 24}")
+    _timeout(f"{at}.build_timeout_s", environment.build_timeout_s)
+    _variables(f"{at}.env", environment.env)
+    _user(f"{at}.user", environment.user)
+    _healthcheck(f"{at}.healthcheck", environment.healthcheck)
 
 
-def _tests(tests: TaskTests) -> None:
-    _text("tests.command", tests.command, MAX_TEXT)
-    _timeout("tests.timeout_s", tests.timeout_s)
-    _variables("tests.env", tests.env)
-    _user("tests.user", tests.user)
+def _artifacts(at: str, artifacts: tuple[Artifact, ...]) -> None:
+    if len(artifacts) > MAX_ARTIFACTS:
+        raise InvalidTaskError(at, f"has {len(artifacts)} entries; allowed are at most {MAX_ARTIFACTS}")
+    for number, artifact in enumerate(artifacts):
+        _absolute(f"{at}.{number}.source", artifact.source)
+        for pattern in artifact.exclude:
+            _text(f"{at}.{number}.exclude", pattern, MAX_PATH)
+
+
+def _tests(at: str, tests: TaskTests) -> None:
+    if not tests.archive and tests.environment is None:
+        raise InvalidTaskError(f"{at}.archive", "is empty; allowed is that with an environment of the tests only")
+    if tests.environment is not None:
+        _environment(f"{at}.environment", tests.environment)
+    elif tests.artifacts:
+        raise InvalidTaskError(f"{at}.artifacts", "are given; allowed are they with an environment of the tests only")
+    _artifacts(f"{at}.artifacts", tests.artifacts)
+    _text(f"{at}.command", tests.command, MAX_TEXT)
+    _timeout(f"{at}.timeout_s", tests.timeout_s)
+    _variables(f"{at}.env", tests.env)
+    _user(f"{at}.user", tests.user)
     for number, collect in enumerate(tests.collect):
-        _text(f"tests.collect.{number}.command", collect.command, MAX_TEXT)
-        _timeout(f"tests.collect.{number}.timeout_s", collect.timeout_s)
-        _user(f"tests.collect.{number}.user", collect.user)
+        _text(f"{at}.collect.{number}.command", collect.command, MAX_TEXT)
+        _timeout(f"{at}.collect.{number}.timeout_s", collect.timeout_s)
+        _user(f"{at}.collect.{number}.user", collect.user)
     if tests.baseline < 0:
-        raise InvalidTaskError("tests.baseline", f"is {tests.baseline}; allowed is a number of tests, 0 or more")
+        raise InvalidTaskError(f"{at}.baseline", f"is {tests.baseline}; allowed is a number of tests, 0 or more")
     for name, weight in tests.weights.items():
         if not 0 < weight < math.inf:
-            raise InvalidTaskError(f"tests.weights.{name[:80]}", f"is {weight}; allowed are values above 0")
+            raise InvalidTaskError(f"{at}.weights.{name[:80]}", f"is {weight}; allowed are values above 0")
+
+
+def _steps(steps: tuple[TaskStep, ...]) -> None:
+    if len(steps) > MAX_STEPS:
+        raise InvalidTaskError("steps", f"has {len(steps)} entries; allowed are at most {MAX_STEPS}")
+    seen: set[str] = set()
+    for number, step in enumerate(steps):
+        at = f"steps.{number}"
+        _text(f"{at}.name", step.name, MAX_NAME)
+        if step.name in seen:
+            raise InvalidTaskError(f"{at}.name", f"{step.name!r} is there twice; each step has a name of its own")
+        seen.add(step.name)
+        _text(f"{at}.instruction", step.instruction, MAX_TEXT)
+        _tests(f"{at}.tests", step.tests)
+        if step.setup is not None:
+            _text(f"{at}.setup", step.setup, MAX_TEXT)
+        _healthcheck(f"{at}.healthcheck", step.healthcheck)
+        _budget(f"{at}.time_budget_s", step.time_budget_s)
+        least = step.min_reward
+        for value in least.values() if isinstance(least, dict) else () if least is None else (least,):
+            if not math.isfinite(value):
+                raise InvalidTaskError(f"{at}.min_reward", f"is {value}; allowed are finite numbers")
 
 
 def _verifier(spec: TaskSpec) -> None:
-    if spec.tests is None:
+    if spec.steps:
+        if spec.checks or spec.tests is not None:
+            raise InvalidTaskError("steps", "are there beside checks or tests; allowed is one verifier a step")
+        if spec.environment is None:
+            raise InvalidTaskError("steps", "need an environment; allowed without one are checks")
+        _steps(spec.steps)
+    elif spec.tests is None:
         _checks(spec)
     else:
         if spec.checks:
             raise InvalidTaskError("checks", "are there beside tests; allowed is one verifier")
         if spec.environment is None:
             raise InvalidTaskError("tests", "need an environment; allowed without one are checks")
-        _tests(spec.tests)
+        _tests("tests", spec.tests)
 
 
 def _checks(spec: TaskSpec) -> None:

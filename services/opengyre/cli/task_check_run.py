@@ -4,18 +4,20 @@ Awaits: the sandbox; every step is bounded by the task's own timeouts.
 """
 
 import secrets
-import shlex
 from collections.abc import Mapping
 
 import msgspec
 
-from opengyre.sandbox.core import InfraError, Options, SandboxError, Spec
+from opengyre.proto.sandbox import VerifyResult
+from opengyre.proto.task import TaskEnvironment, TaskTests
+from opengyre.sandbox.apart import carry, own
+from opengyre.sandbox.core import SandboxError, Spec
 from opengyre.sandbox.environments import Environments
-from opengyre.sandbox.harbor import Inside, collect, run_tests
+from opengyre.sandbox.harbor import Inside, collect, prepare, run_tests
 from opengyre.sandbox.verdict import interrupted
-from opengyre.tasks.archives import pack
+from opengyre.tasks.archives import pack, unsqueeze
 from opengyre.tasks.config import resolve
-from opengyre.tasks.convert import environment_of, verifier_of
+from opengyre.tasks.convert import environment_of, step_of, unused
 from opengyre.tasks.directory import TaskDirectory, TaskStep
 from opengyre.tasks.errors import TaskError
 from opengyre.tasks.rewards import enough, over_steps
@@ -37,6 +39,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     output: str = ""
     steps: tuple[dict[str, float], ...] = ()
     """Rewards of each step that was run."""
+    verifier: str = ""
+    """Where the tests' own environment comes from; empty where they have none."""
 
     def text(self) -> str:
         """One cell of a table."""
@@ -74,6 +78,10 @@ def judged(task: TaskDirectory, sentence: str, nothing: Outcome, reference: Outc
         remarks.append("there is no reference solution")
     if reference is not None and reference.error is not None:
         remarks.append(f"with the solution it could not be evaluated: {reference.error}")
+    if nothing.verifier:
+        remarks.append(f"environment of the tests: {nothing.verifier}")
+    if not_used := unused(task):
+        remarks.append(f"not used here: {', '.join(not_used)}")
     good = False
     if nothing.error is None and reference is not None and reference.error is None:
         short = {name: value for name, value in reference.rewards.items() if value < 1}
@@ -123,7 +131,7 @@ async def _steps(
     last = Outcome()
     for number, step in enumerate(task.steps):
         inside = environments.inside(spec, f"step{number}")
-        last = await _step(task, step, inside, outside, solve=solve)
+        last = await _step(task, step, environments, inside, outside, solve=solve)
         if last.error is not None:
             where = f"step {step.name}: " if step.name else ""
             return msgspec.structs.replace(last, error=f"{where}{last.error}", steps=tuple(done))
@@ -137,35 +145,52 @@ async def _steps(
 
 
 async def _step(
-    task: TaskDirectory, step: TaskStep, inside: Inside, outside: Mapping[str, str], *, solve: bool
+    task: TaskDirectory,
+    step: TaskStep,
+    environments: Environments,
+    inside: Inside,
+    outside: Mapping[str, str],
+    *,
+    solve: bool,
 ) -> Outcome:
-    if step.workdir is not None:
-        await _prepare(step, inside)
+    said = step_of(task, step, outside)
+    await prepare(unsqueeze(said.files) if said.files else b"", said.setup, said.healthcheck, inside)
     if solve:
         env = resolve(f"{task.path}: solution.env", task.config.solution.env, outside)
-        bound = step.agent.timeout_sec or task.config.agent.timeout_sec or SOLVE_S
+        bound = step.agent.timeout_sec or SOLVE_S
         ran = await inside.solve(pack(step.solution), step.solve_command, env, bound)
         error = interrupted("the solution", ran)
         if error is not None:
             return Outcome(error=error, output=(ran.stdout + ran.stderr)[-2000:])
     await inside.backend.quiet(inside.spec.sandbox)
-    tests = verifier_of(task, step, outside)
-    error = await collect(tests, inside)
+    error = await collect(said.tests, inside)
     if error is not None:
         return Outcome(error=error)
-    said = await run_tests(tests, inside.prefix, inside)
+    if said.tests.environment is None:
+        verdict = await run_tests(said.tests, inside.prefix, inside)
+    else:
+        verdict = await _apart(said.tests, said.tests.environment, environments, inside)
     return Outcome(
-        rewards=dict(said.rewards), passed=said.passed, total=said.total, error=said.infra_error, output=said.output
+        rewards=dict(verdict.rewards),
+        passed=verdict.passed,
+        total=verdict.total,
+        error=verdict.infra_error,
+        output=verdict.output,
+        verifier=verdict.environment,
     )
 
 
-async def _prepare(step: TaskStep, inside: Inside) -> None:
-    """Bring a step's files into the working folder, and run its ``setup.sh`` there."""
-    assert step.workdir is not None
-    folder = inside.spec.workdir or "/"
-    await inside.put(folder, pack([("", step.workdir)]), inside.root)
-    if (step.workdir / "setup.sh").is_file():
-        command = f"bash {shlex.quote(folder.rstrip('/') + '/setup.sh')}"
-        done = await inside.run("setup", command, SOLVE_S, Options(env=inside.environment({})))
-        if done.exit_code != 0:
-            raise InfraError(f"setup.sh of step {step.name} failed: {(done.stdout + done.stderr).strip()[-300:]}")
+async def _apart(
+    tests: TaskTests, environment: TaskEnvironment, environments: Environments, inside: Inside
+) -> VerifyResult:
+    """The verdict of tests that have an environment of their own."""
+    defaults = Spec(sandbox="", memory_mb=MEMORY_MB, workspace_mb=WORKSPACE_MB)
+    name = f"{inside.spec.sandbox}-{inside.prefix}-own"
+    spec, made = own(environments, defaults, name, environment)
+    try:
+        await environments.create(spec, environment, made, {})
+        judged = environments.inside(spec, inside.prefix)
+        await carry(tests.artifacts, inside, judged)
+        return msgspec.structs.replace(await run_tests(tests, inside.prefix, judged), environment=made.sentence)
+    finally:
+        await environments.backend.destroy(spec.sandbox)

@@ -99,7 +99,7 @@ class Sandboxes:
         )
         building = dispatch.task.environment
         # The first one of its environment on a node waits for that to be made.
-        bound = MARGIN_S if building is None else MARGIN_S + building.build_timeout_s
+        bound = MARGIN_S if building is None else MARGIN_S + building.longest_s
         ref = await self._ask("any", "create", spec, SandboxRef, bound)
         if ref.environment:
             log.info("sandbox %s: environment: %s", ref.sandbox, ref.environment)
@@ -269,7 +269,7 @@ def verifying_s(dispatch: EpisodeDispatch) -> float:
     tests = dispatch.task.tests
     if tests is None:
         return dispatch.harness.command_timeout_s * len(dispatch.task.checks)
-    return tests.timeout_s + sum(item.timeout_s for item in tests.collect)
+    return tests.longest_s
 
 
 async def _cancelled(task: "asyncio.Task[ExecResult]") -> None:

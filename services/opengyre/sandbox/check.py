@@ -4,7 +4,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 
-from opengyre.proto.sandbox import Capabilities, ExecRequest, ForwardRequest, SandboxSpec, VerifyRequest
+from opengyre.proto.sandbox import Capabilities, ExecRequest, ForwardRequest, PrepareRequest, SandboxSpec, VerifyRequest
 from opengyre.proto.sandbox_jobs import SpawnRequest
 from opengyre.proto.sandbox_trees import ForkRequest
 from opengyre.sandbox.core import InvalidRequest, Options, Spec, unsupported
@@ -202,6 +202,15 @@ def forwarding(value: ForwardRequest) -> None:
     between("target_port", value.target_port, 1, 65535)
     if not value.host or len(value.host) > 255 or not value.host.isascii() or not value.host.isprintable():
         raise InvalidRequest(f"host is {value.host[:100]!r}; allowed is a host name or an address")
+
+
+def preparation(value: PrepareRequest) -> None:
+    """All fields of a preparation."""
+    identifier("prepare_id", value.prepare_id)
+    if value.setup is not None:
+        command(value.setup)
+    if value.healthcheck is not None:
+        command(value.healthcheck.command)
 
 
 def verification(value: VerifyRequest) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from opengyre.proto.task import TaskEnvironment
 from opengyre.sandbox.core import Backend, InfraError, Options, Spec
-from opengyre.sandbox.harbor import Inside
+from opengyre.sandbox.harbor import Inside, healthy
 from opengyre.sandbox.origin import Origin, origin, specified
 from opengyre.sandbox.replay import replay
 from opengyre.tasks.dockerfile import Folder
@@ -45,6 +45,11 @@ class Environments:
 
     async def create(self, spec: Spec, environment: TaskEnvironment, made: Origin, files: Mapping[str, str]) -> None:
         """Make a sandbox of an environment; after a failure the caller calls the backend's `destroy`."""
+        await self._create(spec, environment, made, files)
+        if environment.healthcheck is not None:
+            await healthy(environment.healthcheck, self.inside(spec, "made"))
+
+    async def _create(self, spec: Spec, environment: TaskEnvironment, made: Origin, files: Mapping[str, str]) -> None:
         can = self.backend.capabilities()
         if not can.fork or all(isinstance(step, Folder) for step in made.plan.steps):
             await self.backend.create(spec, files)
@@ -99,6 +104,6 @@ class Environments:
 
 def key_of(environment: TaskEnvironment, made: Origin) -> str:
     """Name of the snapshot, the same for the same base, Dockerfile, context and limits. A dot is in no caller's."""
-    found = hashlib.sha256(msgspec.json.encode(environment))
+    found = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(environment, healthcheck=None)))
     found.update(made.image.encode())
     return f"env.{found.hexdigest()[:32]}"

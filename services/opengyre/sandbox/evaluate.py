@@ -32,6 +32,11 @@ def clean(spec: Spec, verify_id: str) -> Spec:
     return msgspec.structs.replace(spec, sandbox=name, env={**spec.env, "HOME": HOME})
 
 
+def own_name(spec: Spec, verify_id: str) -> str:
+    """The sandbox of a verifier's own environment for one evaluation, beside that of `clean`."""
+    return f"{spec.sandbox}.{verify_id}.own"
+
+
 def is_clean(name: str) -> bool:
     """Whether that is the name of a sandbox made for an evaluation."""
     return "." in name
@@ -45,8 +50,7 @@ def is_of(name: str, sandbox: str) -> bool:
 def lasts_s(request: VerifyRequest) -> float:
     """Longest life of a clean sandbox."""
     if request.tests is not None:
-        own = request.tests.timeout_s + sum(item.timeout_s for item in request.tests.collect)
-        return own + MARGIN_S
+        return request.tests.longest_s + MARGIN_S
     return len(request.checks) * request.timeout_s + MARGIN_S
 
 

@@ -1,5 +1,6 @@
 """Running a task's program of tests in a sandbox, as Harbor does: clean the folder of its results, bring the tests in,
-run them, read what they left. And its reference solution, for those who check tasks.
+run them, read what they left. Before that, making it ready for a step; and the reference solution, for those who check
+tasks.
 
 Whoever calls has ended the agent's processes, or has made a sandbox in which none ever ran. The tests belong to root
 where the sandbox has other users, so that who is not root can only read them.
@@ -8,14 +9,15 @@ Awaits: one command at a time, each bounded by its timeout; archives in and out,
 """
 
 import asyncio
-import shlex
+import itertools
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from opengyre.proto.sandbox import ExecResult, VerifyResult
-from opengyre.proto.task import TaskTests
+from opengyre.proto.task import Healthcheck, TaskTests
+from opengyre.sandbox import health
 from opengyre.sandbox.core import Backend, ExecTimeout, InfraError, InvalidRequest, Options, OutputLimit, Spec
 from opengyre.sandbox.verdict import interrupted, of_tests
 from opengyre.tasks import shims
@@ -29,6 +31,8 @@ STEP_S = 60.0
 """Bound of what is ours: making folders, looking."""
 OUTPUT = 1 << 20
 LEFT_LIMIT = 64 << 20
+SETUP_S = 600.0
+"""Bound of a step's own setup."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 Execute = Callable[[str, str, float, int, Options], Awaitable[ExecResult]]
@@ -87,6 +91,40 @@ class Inside:
         return await self.run("solve", command, timeout_s, Options(env=self.environment(env)))
 
 
+async def healthy(check: Healthcheck, inside: Inside) -> None:
+    """Wait until the check succeeds; raises `InfraError` where it does not."""
+    loop = asyncio.get_running_loop()
+    begin, failures = loop.time(), 0
+    for number in itertools.count():
+        options = Options(env=inside.environment({}))
+        done = await inside.run(f"health{number}", check.command, check.timeout_s, options)
+        if done.exit_code == 0:
+            return
+        again = health.failed(check, loop.time() - begin, failures)
+        if again is None:
+            why = interrupted("it", done) or f"it ended with exit status {done.exit_code}"
+            said = (done.stdout + done.stderr).strip()[-300:]
+            raise InfraError(f"the health check {check.command[:80]!r} failed to the end, at last as {why}: {said}")
+        failures = again.failures
+        await asyncio.sleep(again.pause_s)
+
+
+async def prepare(files: bytes, setup: str | None, check: Healthcheck | None, inside: Inside) -> None:
+    """Make a sandbox ready for a step: its files (a plain archive) in the folder where commands start, its setup there,
+    its health check. Raises `InvalidRequest` where the setup fails, `InfraError` where the machine does."""
+    if files:
+        where = await inside.run("where", "pwd", STEP_S, Options())
+        await inside.put(where.stdout.rstrip("\n") or "/", files, inside.root)
+    if setup is not None:
+        done = await inside.run("setup", setup, SETUP_S, Options(env=inside.environment({})))
+        if done.exit_code != 0:
+            why = interrupted("it", done) or f"exit status {done.exit_code}"
+            said = (done.stdout + done.stderr).strip()[-300:]
+            raise InvalidRequest(f"the setup of the step failed, {why}: {said}")
+    if check is not None:
+        await healthy(check, inside)
+
+
 async def collect(tests: TaskTests, inside: Inside) -> str | None:
     """Run the task's own commands in the agent's sandbox before its tests; why that failed, or None.
 
@@ -106,10 +144,11 @@ async def run_tests(tests: TaskTests, verify_id: str, inside: Inside) -> VerifyR
     """The verdict of a task's tests; a failure of the machine is an answer as well."""
     isolated = inside.backend.isolated
     try:
-        archive = unsqueeze(tests.archive)
-        quoted = f"{shlex.quote(LOGS)} {shlex.quote(TESTS)}"
+        there = tests.environment is not None and await _brought(tests, inside)
+        quoted = LOGS if there else f"{LOGS} {TESTS}"
         await inside.must("clear", f"rm -rf -- {quoted} && mkdir -p -- {LOGS} && chmod 0777 {LOGS}", inside.root)
-        await inside.put(TESTS, archive, inside.root)
+        if not there:
+            await inside.put(TESTS, unsqueeze(tests.archive), inside.root)
         await inside.must("ready", f"chmod +x {TESTS}/*.sh 2>/dev/null; true", inside.root)
         options = Options(env=inside.environment(tests.env), user=tests.user or inside.root)
         ran = await inside.run("tests", f"{{ {tests.command}\n}} 2>&1", tests.timeout_s, options)
@@ -120,6 +159,14 @@ async def run_tests(tests: TaskTests, verify_id: str, inside: Inside) -> VerifyR
         # What the sandbox refuses here is what the agent made of its folders, or a user that is not there.
         return _failed(tests, verify_id, f"the tests could not be brought in or read: {error}", isolated=isolated)
     return of_tests(tests, verify_id, ran, files, isolated=isolated)
+
+
+async def _brought(tests: TaskTests, inside: Inside) -> bool:
+    """Whether a verifier's own environment has its tests already; raises `InvalidRequest` where there are none."""
+    there = (await inside.run("look", f"[ -f {TESTS}/test.sh ]", STEP_S, Options(cwd="/"))).exit_code == 0
+    if not there and not tests.archive:
+        raise InvalidRequest(f"the verifier's environment has no {TESTS}/test.sh, and the task brings none")
+    return there
 
 
 def _failed(tests: TaskTests, verify_id: str, why: str, *, isolated: bool) -> VerifyResult:

@@ -15,9 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-
-import msgspec
 
 from opengyre.proto.sandbox import (
     DestroyResult,
@@ -25,6 +22,8 @@ from opengyre.proto.sandbox import (
     ExecResult,
     ForwardRequest,
     ForwardResult,
+    PrepareRequest,
+    PrepareResult,
     RenewRequest,
     SandboxInfo,
     SandboxRef,
@@ -33,6 +32,7 @@ from opengyre.proto.sandbox import (
     VerifyResult,
 )
 from opengyre.sandbox import check
+from opengyre.sandbox.apart import building_s
 from opengyre.sandbox.core import (
     PLAIN,
     Backend,
@@ -45,10 +45,10 @@ from opengyre.sandbox.core import (
     Spec,
 )
 from opengyre.sandbox.environments import Environments
-from opengyre.sandbox.evaluate import clean, evaluate, failed, is_clean, is_of, lasts_s, snapshot_for
+from opengyre.sandbox.evaluate import is_clean, is_of
+from opengyre.sandbox.evaluations import Evaluations, Hands
 from opengyre.sandbox.forward import Forwards
-from opengyre.sandbox.harbor import Inside, collect, run_tests
-from opengyre.sandbox.held import Entry, Held, Quieted
+from opengyre.sandbox.held import Entry, Held
 from opengyre.sandbox.lease import Effect, Event, Lease, State
 from opengyre.sandbox.records import load, save
 
@@ -86,6 +86,8 @@ class Manager:
         self._forwards = Forwards(backend.listen)
         # More at once would only make each slower.
         self._creating = asyncio.Semaphore(CREATE_AT_ONCE)
+        hands = Hands(self._find, self._ready, self._until, self._make, self._end, self._exec)
+        self._evaluations = Evaluations(backend, node, defaults, self._environments, hands)
 
     async def start(self) -> int:
         """Take up the sandboxes that live; their number."""
@@ -159,7 +161,7 @@ class Manager:
             made, origin = self._environments.specify(made, spec.environment)
             build = partial(self._environments.create, made, spec.environment, origin, files)
             sentence = origin.sentence
-            more_s = spec.environment.build_timeout_s * len(origin.plan.steps)
+            more_s = building_s(spec.environment, origin)
         sandbox = Held(
             spec=made,
             owner=spec.owner,
@@ -253,118 +255,11 @@ class Manager:
 
     async def verify(self, request: VerifyRequest) -> VerifyResult:
         """Run the checks, once for the id, in the way that the request's mode says."""
-        check.verification(request)
-        if request.mode != "shared" and not self._backend.isolated:
-            raise InvalidRequest(f"mode is {request.mode!r}; allowed is 'shared' on {self._node}, which cannot isolate")
-        sandbox = self._find(request.sandbox)
-        if sandbox.verifying == request.verify_id:
-            await self._until(sandbox, request.sandbox, lambda: sandbox.verifying != request.verify_id)
-        path = self._backend.folder(request.sandbox) / f"verify-{request.verify_id}.json"
-        recorded = load(path, VerifyResult)
-        if recorded is not None:
-            return recorded
-        sandbox = self._ready(request.sandbox)
-        if request.tests is not None and sandbox.spec.image is None:
-            raise InvalidRequest("tests are for a sandbox with an environment or an image; allowed here are checks")
-        if sandbox.verifying is not None:
-            raise SandboxBusy(f"sandbox {request.sandbox!r} is being evaluated; try again when that has ended")
-        sandbox.verifying = request.verify_id
-        live = request.mode == "live"
-        if not live:
-            sandbox.step(Event.VERIFY)
-        try:
-            if not live:
-                await self._quiet(request)
-            make = self._shared if request.mode == "shared" else self._separate
-            result = await make(sandbox, request)
-            self._record(request.sandbox, path, result)
-            return result
-        finally:
-            sandbox.verifying = None
-            sandbox.tell()
-            if not live:
-                sandbox.step(Event.VERIFIED)
+        return await self._evaluations.verify(request)
 
-    def _record(self, name: str, path: Path, value: msgspec.Struct) -> None:
-        try:
-            save(path, value)
-        except FileNotFoundError:
-            raise SandboxGone(f"sandbox {name!r} was destroyed") from None
-
-    async def _quiet(self, request: VerifyRequest) -> None:
-        quieted = self._backend.folder(request.sandbox) / f"verify-{request.verify_id}.quiet"
-        if not quieted.exists():
-            # Written down, so that a service that starts again does not end the checks that go on meanwhile.
-            await self._backend.quiet(request.sandbox)
-            self._record(request.sandbox, quieted, Quieted())
-
-    async def _shared(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
-        error = await self._collect(sandbox, request)
-        if error is not None:
-            return failed(request, error, isolated=self._backend.isolated)
-        return await self._evaluate(sandbox, request)
-
-    async def _evaluate(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
-        if request.tests is None:
-            return await evaluate(request, partial(self._exec, sandbox), isolated=self._backend.isolated)
-        result = await run_tests(request.tests, request.verify_id, self._inside(sandbox, request))
-        return msgspec.structs.replace(result, environment=sandbox.environment)
-
-    async def _collect(self, sandbox: Held, request: VerifyRequest) -> str | None:
-        """Let the task's own commands prepare the evaluation; why that failed, or None."""
-        if request.tests is None:
-            return None
-        return await collect(request.tests, self._inside(sandbox, request))
-
-    def _inside(self, sandbox: Held, request: VerifyRequest) -> Inside:
-        prefix = f"verify.{request.verify_id}"  # a dot is in no caller's id
-        return Inside(self._backend, sandbox.spec, partial(self._exec, sandbox), prefix, self._environments.offline)
-
-    async def _separate(self, sandbox: Held, request: VerifyRequest) -> VerifyResult:
-        """On a copy, in a sandbox of its own, which is gone afterwards."""
-        now = _now()
-        grading = Held(
-            spec=clean(sandbox.spec, request.verify_id),
-            owner=request.sandbox,
-            labels={**sandbox.labels, "evaluation": request.verify_id},
-            created_at=now,
-            lease=Lease.begin(now, lasts_s(request), lasts_s(request)),
-            environment=sandbox.environment,
-        )
-        live = request.mode == "live"  # then nothing of ours runs where the agent is
-        try:
-            error = None if live else await self._collect(sandbox, request)
-            if error is None:
-                await self._copy(sandbox, grading)
-                error = await self._collect(grading, request) if live else None
-            if error is not None:
-                return failed(request, error, isolated=self._backend.isolated)
-            return await self._evaluate(grading, request)
-        except InvalidRequest:
-            raise
-        except SandboxError as error:
-            # Of the one that is evaluated, or only of the one that was made for that?
-            self._find(request.sandbox)
-            if not await self._backend.alive(request.sandbox):
-                raise SandboxGone(f"sandbox {request.sandbox!r} ended while it was evaluated") from error
-            return failed(request, f"the work could not be evaluated apart: {error}", isolated=self._backend.isolated)
-        finally:
-            # What cannot be removed now is removed by `reap`.
-            with suppress(InfraError):
-                await self._end(grading.spec.sandbox)
-
-    async def _copy(self, sandbox: Held, grading: Held) -> None:
-        """Make a clean sandbox with what another one holds: its workspace, or all of its root where it has an image."""
-        if sandbox.spec.image is None:
-            await self._make(grading, partial(self._backend.create, grading.spec, {}))
-            await self._backend.copy(sandbox.spec.sandbox, grading.spec)
-            return
-        snapshot = snapshot_for(grading.spec.sandbox)
-        try:
-            await self._backend.snapshot(sandbox.spec, snapshot)
-            await self._make(grading, partial(self._backend.fork, snapshot, grading.spec))
-        finally:
-            await self._backend.drop(snapshot)
+    async def prepare(self, request: PrepareRequest) -> PrepareResult:
+        """Make a sandbox ready for a step of a task, once for the id."""
+        return await self._evaluations.prepare(request)
 
     async def read(self, name: str, path: str, limit: int) -> bytes:
         """Content of a file."""

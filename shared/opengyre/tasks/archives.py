@@ -12,14 +12,16 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from opengyre.tasks import ignoring
 from opengyre.tasks.errors import TaskError
 
 MAX_BYTES = 64 << 20
 MAX_ENTRIES = 20_000
 
 
-def pack(entries: Iterable[tuple[str, Path]], most: int = MAX_BYTES) -> bytes:
-    """A plain tar archive of files and folders under their names in it; raises `TaskError`."""
+def pack(entries: Iterable[tuple[str, Path]], most: int = MAX_BYTES, ignored: ignoring.Rules = ()) -> bytes:
+    """A plain tar archive of files and folders under their names in it, those of an entry over those before it, without
+    what is ``ignored``; raises `TaskError`."""
     found: dict[str, Path] = {}
     for name, path in entries:
         if path.is_dir() and not path.is_symlink():
@@ -35,7 +37,7 @@ def pack(entries: Iterable[tuple[str, Path]], most: int = MAX_BYTES) -> bytes:
         raise TaskError(f"{len(found)} files are in one folder of a task; allowed are {MAX_ENTRIES}")
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name in sorted(found):
+        for name in sorted(ignoring.kept(found, ignored)):
             _add(archive, name, found[name])
             if stream.tell() > most:
                 raise TaskError(f"{found[name].parent} holds more than {most} bytes; so much is allowed")

@@ -5,12 +5,22 @@ Unknown keys are tolerated: newer versions add some. Spellings of older ones are
 MiB. Durations are in seconds.
 """
 
+import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from opengyre.tasks.errors import TaskError
 
@@ -20,8 +30,44 @@ _MIB = {"": 1 / (1 << 20), "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*\.?")
+
 NetworkMode = Literal["public", "no-network", "allowlist"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _user(value: Any) -> str | None:
+    """A user's number is a name here: what runs commands takes both alike."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return str(value)
+    if isinstance(value, str) and value and value.isprintable() and not value.isspace():
+        return value
+    raise ValueError("allowed is the name of a user or a number of 0 or more")
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
+        raise ValueError("allowed is an absolute path without '..'")
+    return path
+
+
+User = Annotated[str, BeforeValidator(_user)]
+Absolute = Annotated[str, AfterValidator(_absolute)]
+
+
+def _host(value: str) -> str:
+    try:
+        ipaddress.ip_network(value, strict=False)
+    except ValueError:
+        if not _HOST.fullmatch(value):
+            raise ValueError("allowed are a host name, *.name, an address or a network such as 10.0.0.0/8") from None
+    return value
+
+
+Host = Annotated[str, AfterValidator(_host)]
 
 
 def mebibytes(text: str) -> int:
@@ -38,7 +84,7 @@ class _Open(BaseModel):
 
 class _Networked(_Open):
     network_mode: NetworkMode | None = None
-    allowed_hosts: tuple[str, ...] | None = None
+    allowed_hosts: tuple[Host, ...] | None = None
 
     @model_validator(mode="after")
     def _hosts(self) -> "_Networked":
@@ -73,15 +119,17 @@ class Agent(_Networked):
     """``[agent]``"""
 
     timeout_sec: Positive | None = None
-    user: str | int | None = None
+    user: User | None = None
 
 
 class Healthcheck(_Open):
-    command: str
-    interval_sec: Positive = 5.0
+    """``[environment.healthcheck]``, ``[steps.healthcheck]``: as Docker's."""
+
+    command: Text
+    interval_sec: NotNegative = 5.0
     timeout_sec: Positive = 30.0
-    start_period_sec: float = Field(default=0.0, ge=0)
-    start_interval_sec: Positive = 5.0
+    start_period_sec: NotNegative = 0.0
+    start_interval_sec: NotNegative = 5.0
     retries: int = Field(default=3, ge=1)
 
 
@@ -98,12 +146,19 @@ class McpServer(_Open):
     args: tuple[str, ...] = ()
     headers: dict[str, str] = {}
 
+    @model_validator(mode="after")
+    def _reached(self) -> "McpServer":
+        needed = "command" if self.transport == "stdio" else "url"
+        if getattr(self, needed) is None:
+            raise ValueError(f"transport is {self.transport!r} without {needed}; it needs that")
+        return self
+
 
 class Environment(_Networked):
     """``[environment]``, and ``[verifier.environment]``"""
 
     build_timeout_sec: Positive = 600.0
-    docker_image: str | None = None
+    docker_image: Text | None = None
     os: Literal["linux", "windows"] = "linux"
     cpus: Positive | None = None
     memory_mb: int | None = Field(default=None, ge=1)
@@ -115,7 +170,7 @@ class Environment(_Networked):
     env: dict[str, str] = {}
     skills_dir: str | None = None
     healthcheck: Healthcheck | None = None
-    workdir: str | None = None
+    workdir: Absolute | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -146,10 +201,10 @@ class Environment(_Networked):
 class Collect(_Open):
     """``[[verifier.collect]]``: a command in the agent's environment before the verifier begins."""
 
-    command: str
+    command: Text
     service: str = "main"
     timeout_sec: Positive = 60.0
-    user: str | int | None = None
+    user: User | None = None
 
 
 class Verifier(_Networked):
@@ -157,15 +212,26 @@ class Verifier(_Networked):
 
     timeout_sec: Positive = 600.0
     env: dict[str, str] = {}
-    user: str | int | None = None
+    user: User | None = None
     environment_mode: Literal["shared", "separate"] | None = None
     environment: Environment | None = None
     collect: tuple[Collect, ...] = ()
 
+    @model_validator(mode="after")
+    def _apart(self) -> "Verifier":
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError("environment is set with environment_mode = 'shared'; allowed is it with 'separate' only")
+        return self
+
+    @property
+    def said(self) -> Literal["shared", "separate"] | None:
+        """Separate by itself where it has an environment of its own; None: not said here."""
+        return self.environment_mode or ("separate" if self.environment is not None else None)
+
     @property
     def mode(self) -> Literal["shared", "separate"]:
-        """Separate by itself where it has an environment of its own."""
-        return self.environment_mode or ("separate" if self.environment is not None else "shared")
+        """What holds where nothing else says more."""
+        return self.said or "shared"
 
 
 class Solution(_Open):
@@ -175,8 +241,11 @@ class Solution(_Open):
 
 
 class Artifact(_Open):
-    source: str
+    """What a verifier in an environment of its own is given of the agent's, at the same path."""
+
+    source: Absolute
     destination: str | None = None
+    """Where Harbor keeps it beside its results; not used here."""
     exclude: tuple[str, ...] = ()
     service: str | None = None
 
@@ -193,7 +262,7 @@ class Step(_Open):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     agent: Agent = Agent()
     verifier: Verifier = Verifier()
-    min_reward: float | dict[str, float] | None = None
+    min_reward: Finite | dict[str, Finite] | None = None
     healthcheck: Healthcheck | None = None
     artifacts: tuple[Artifact, ...] = ()
 
@@ -258,13 +327,24 @@ def read_config(text: str, place: str = "task.toml") -> Config:
 def sentence(place: str, error: ValidationError) -> str:
     """The first fault of a document: its field, its value and what is allowed."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"] if part not in ("str", "int", "float"))
+    where = ".".join(str(part) for part in first["loc"] if not _is_type(part))
     message = str(first["msg"]).removeprefix("Value error, ")
+    for word, plain in _PLAIN:
+        message = message.replace(word, plain)
     if first["type"] == "missing":
         return f"{place}: {where} is missing; the format needs it"
     value = repr(first["input"])
     shown = f" is {value[:80]}" if len(value) <= 80 and not isinstance(first["input"], Mapping) else ""
     return f"{place}: {where}{shown}: {message}" if where else f"{place}: {message}"
+
+
+_PLAIN = (("valid tuple", "list"), ("valid dictionary or instance of", "table of"), ("valid dictionary", "table"))
+"""What the library calls things, and how TOML does."""
+
+
+def _is_type(part: str | int) -> bool:
+    """Whether a part of a place is the name of a type of a union, which is no field."""
+    return isinstance(part, str) and (part in ("str", "int", "float") or "[" in part)
 
 
 def resolve(where: str, env: Mapping[str, str], outside: Mapping[str, str]) -> dict[str, str]:

@@ -5,16 +5,16 @@ the environment are Harbor's: tests at ``/tests``, the reference solution at ``/
 ``/logs/verifier``.
 """
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import yaml
+from pydantic import BaseModel
 
-from opengyre.tasks.archives import pack
-from opengyre.tasks.config import Agent, Config, Verifier, read_config
+from opengyre.tasks import ignoring
+from opengyre.tasks.config import Agent, Artifact, Config, Environment, Healthcheck, Step, Verifier, read_config
 from opengyre.tasks.errors import TaskError
 from opengyre.tasks.terminal_bench import read_bench_config
 
@@ -25,6 +25,7 @@ LOGS = "/logs/verifier"
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 Parser = Literal["rewards", "pytest"]
+Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class TaskStep:
     name: str
     instruction: str
     tests: tuple[tuple[str, Path], ...]
-    """Name below ``/tests`` -> file or folder here."""
+    """Name below ``/tests`` -> file or folder here, later ones over earlier ones; empty: the verifier's environment has
+    them."""
     test_command: str
     parser: Parser
     solution: tuple[tuple[str, Path], ...]
@@ -45,6 +47,23 @@ class TaskStep:
     agent: Agent
     verifier: Verifier
     min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
+    own: "VerifierEnvironment | None" = None
+    """None: the tests run in the task's environment as the agent left it, or in a copy of it."""
+    separate: bool = False
+    """Asks for a clean sandbox."""
+    artifacts: tuple[Artifact, ...] = ()
+    """With an environment of the verifier's own."""
+
+
+@dataclass(frozen=True)
+class VerifierEnvironment:
+    """Where the tests of a step run, if not in what the agent left."""
+
+    said: Environment
+    context: Path | None
+    dockerfile: str | None
+    """Text of it; None where an image is named."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +85,6 @@ class TaskDirectory:
         """A name that is a token of the bus's subjects."""
         plain = re.sub(r"[^A-Za-z0-9_-]+", "-", self.name.rpartition("/")[2]).strip("-")
         return plain[:80] or "task"
-
-    def digest(self) -> str:
-        """Identifies the environment: the same for the same Dockerfile and context, or image."""
-        found = hashlib.sha256(repr((self.dockerfile, self.config.environment.docker_image)).encode())
-        if self.dockerfile is not None and self.context is not None:
-            found.update(pack(self.entries_of_context()))
-        return found.hexdigest()[:32]
 
     def entries_of_context(self) -> list[tuple[str, Path]]:
         """What may be copied into the environment: never tests or solutions."""
@@ -109,27 +121,24 @@ def _text(path: Path) -> str:
         raise TaskError(f"{path} is not UTF-8 text") from error
 
 
+def ignored(context: Path | None) -> ignoring.Rules:
+    """What the build context's own file leaves out of it; raises `TaskError`."""
+    for name in ignoring.NAMES if context is not None else ():
+        assert context is not None
+        if (context / name).is_file():
+            return ignoring.rules(_text(context / name), str(context / name))
+    return ()
+
+
 def _harbor(path: Path) -> TaskDirectory:
     config = read_config(_text(path / "task.toml"), str(path / "task.toml"))
     environment = config.environment
-    if environment.os != "linux":
-        raise TaskError(f"{path / 'task.toml'}: environment.os is {environment.os!r}; allowed here is 'linux'")
+    _linux(path, "environment", environment)
     context = path / "environment"
-    dockerfile = context / "Dockerfile"
     text = None
     if environment.docker_image is None:
-        compose = next((name for name in COMPOSE if (context / name).exists()), None)
-        if not dockerfile.is_file():
-            why = f"it has {compose}, of several containers, which is not run here" if compose else "there is none"
-            raise TaskError(f"{path}: environment/Dockerfile or environment.docker_image is needed; {why}")
-        text = _text(dockerfile)
-    if config.steps:
-        steps = tuple(
-            _step(path / "steps" / step.name, path, step.name, step.agent, step.verifier, step.min_reward)
-            for step in config.steps
-        )
-    else:
-        steps = (_step(path, path, "", config.agent, config.verifier, None),)
+        text = _dockerfile(path, context, "environment")
+    steps = tuple(_step(path, config, step) for step in config.steps or (None,))
     name = config.task.name if config.task is not None else path.resolve().name
     return TaskDirectory(
         path=path,
@@ -142,29 +151,93 @@ def _harbor(path: Path) -> TaskDirectory:
     )
 
 
-def _step(
-    folder: Path, task: Path, name: str, agent: Agent, verifier: Verifier, least: float | dict[str, float] | None
-) -> TaskStep:
-    tests = folder / "tests"
-    if not tests.is_dir():
-        tests = task / "tests"
-    if not (tests / "test.sh").is_file():
-        raise TaskError(f"{tests / 'test.sh'} is not there; the tests of a task begin with it")
+def _linux(path: Path, where: str, environment: Environment) -> None:
+    if environment.os != "linux":
+        raise TaskError(f"{path / 'task.toml'}: {where}.os is {environment.os!r}; allowed here is 'linux'")
+
+
+def _dockerfile(path: Path, context: Path, field: str) -> str:
+    """Text of a folder's Dockerfile, which is there as no image is named."""
+    if (context / "Dockerfile").is_file():
+        return _text(context / "Dockerfile")
+    compose = next((name for name in COMPOSE if (context / name).exists()), None)
+    why = f"it has {compose}, of several containers, which is not run here" if compose else "there is none"
+    place = context.relative_to(path).as_posix()
+    raise TaskError(f"{path}: {place}/Dockerfile or {field}.docker_image is needed; {why}")
+
+
+def _overlaid(whole: Model, own: Model | None) -> Model:
+    """A table of the task with what a step's table sets over it."""
+    if own is None:
+        return whole
+    return whole.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
+
+
+def _step(task: Path, config: Config, step: Step | None) -> TaskStep:
+    name = step.name if step is not None else ""
+    folder = task / "steps" / name if name else task
+    said = step.verifier if step is not None else None
+    verifier = _overlaid(config.verifier, said)
+    if said is not None:
+        verifier = verifier.model_copy(update={"env": {**config.verifier.env, **said.env}})
+    separate = ((said.said if said is not None else None) or config.verifier.mode) == "separate"
+    artifacts = (*config.artifacts, *(step.artifacts if step is not None else ()))
+    own = _own(task, config, folder, verifier.environment, carries=bool(artifacts)) if separate else None
     solution = folder / "solution"
     solvable = (solution / "solve.sh").is_file()
     workdir = folder / "workdir"
     return TaskStep(
         name=name,
         instruction=_text(folder / "instruction.md"),
-        tests=(("", tests),),
+        tests=_tests(task, folder, own),
         test_command=f"{TESTS}/test.sh",
         parser="rewards",
         solution=(("", solution),) if solvable else (),
         solve_command=f"bash {SOLUTION}/solve.sh",
         workdir=workdir if name and workdir.is_dir() else None,
-        agent=agent,
+        agent=_overlaid(config.agent, step.agent if step is not None else None),
         verifier=verifier,
-        min_reward=least,
+        min_reward=step.min_reward if step is not None else None,
+        healthcheck=step.healthcheck if step is not None else None,
+        own=own,
+        separate=separate,
+        artifacts=artifacts if own is not None else (),
+    )
+
+
+def _tests(task: Path, folder: Path, own: VerifierEnvironment | None) -> tuple[tuple[str, Path], ...]:
+    """The task's tests, then those of the step: its files take the place of the task's."""
+    folders = [path for path in dict.fromkeys((task / "tests", folder / "tests")) if path.is_dir()]
+    if own is not None and own.context in folders:
+        return ()  # they were what the environment is made from, and it has what it took of them
+    if not any((path / "test.sh").is_file() for path in folders):
+        if own is not None:
+            return ()
+        raise TaskError(f"{folder / 'tests' / 'test.sh'} is not there; the tests of a task begin with it")
+    return tuple(("", path) for path in folders)
+
+
+def _own(
+    task: Path, config: Config, folder: Path, said: Environment | None, *, carries: bool
+) -> VerifierEnvironment | None:
+    """The environment of a separate verifier. None: a copy of what the agent left, where nothing else is said."""
+    tests = folder / "tests" if (folder / "tests").is_dir() else task / "tests"
+    if said is not None:
+        _linux(task, "verifier.environment", said)
+        if said.docker_image is not None:
+            return VerifierEnvironment(said=said, context=None, dockerfile=None)
+        return VerifierEnvironment(
+            said=said, context=tests, dockerfile=_dockerfile(task, tests, "verifier.environment")
+        )
+    if (tests / "Dockerfile").is_file():
+        return VerifierEnvironment(said=config.environment, context=tests, dockerfile=_text(tests / "Dockerfile"))
+    if not carries:
+        return None
+    if config.environment.docker_image is not None:
+        return VerifierEnvironment(said=config.environment, context=None, dockerfile=None)
+    context = task / "environment"
+    return VerifierEnvironment(
+        said=config.environment, context=context, dockerfile=_dockerfile(task, context, "environment")
     )
 
 
