@@ -98,6 +98,16 @@ async def test_row_19_a_disk_limit_is_enforced(node: Bubblewrap, root: Path, dis
 
 
 @needs_root
+async def test_row_19_a_disk_that_is_filled_at_full_speed_ends_no_process(node: Bubblewrap, root: Path) -> None:
+    """What is on its way to the disk is charged to the sandbox's memory: a tenth of what is written has to do."""
+    spec = Spec(sandbox="i", image=str(root), disk_mb=512, memory_mb=64)
+    await node.create(spec, {})
+    said = await Shell(node, spec)("dd if=/dev/zero of=/big bs=1M count=1024 || stat -c %s /big")
+    assert "No space left on device" in said, said
+    assert "Killed" not in said
+
+
+@needs_root
 async def test_row_36_fork_from_a_snapshot_whose_parent_is_gone(node: Bubblewrap, root: Path) -> None:
     spec = Spec(sandbox="p", image=str(root), disk_mb=32)
     await node.create(spec, {"/workspace/a": "1"})

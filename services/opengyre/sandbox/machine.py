@@ -83,6 +83,10 @@ def _kernel() -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 
 
+TOOLS = f"{os.defpath}:/usr/sbin:/sbin"
+"""Where programs of the machine are looked for: distributions keep those that make file systems in either."""
+
+
 def has_loops() -> bool:
     """Whether files can be mounted, and file systems made in them."""
-    return os.access("/dev/loop-control", os.R_OK | os.W_OK) and shutil.which("mkfs.ext4", path=os.defpath) is not None
+    return os.access("/dev/loop-control", os.R_OK | os.W_OK) and shutil.which("mkfs.ext4", path=TOOLS) is not None

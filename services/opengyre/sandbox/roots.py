@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opengyre.sandbox import machine
 from opengyre.sandbox.base import Base, in_thread
 from opengyre.sandbox.core import InfraError, InvalidRequest, Spec, unsupported
 from opengyre.sandbox.images import size_of
@@ -91,7 +92,9 @@ class Roots(Base):
             # Without a journal: it lives no longer than its sandbox. 7 % for its own tables would be taken from it.
             command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "root_owner=0:0", str(beside)]
             try:
-                subprocess.run(command, check=True, capture_output=True, timeout=MKFS_BOUND_S, env={"PATH": os.defpath})
+                subprocess.run(
+                    command, check=True, capture_output=True, timeout=MKFS_BOUND_S, env={"PATH": machine.TOOLS}
+                )
             except (OSError, subprocess.SubprocessError) as error:
                 beside.unlink(missing_ok=True)
                 raise InfraError(f"a disk of {size_mb} MiB could not be made: {error}") from error

@@ -27,8 +27,8 @@ _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
 _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 0x1, 0x4, 0x00100000
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
-_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LO_FLAGS_AUTOCLEAR = 0x4C82, 0x4C0A, 4
+_MS_NOSUID, _MS_NODEV, _MS_NOATIME, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x400, 0x4000, 0x40000
+_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE, _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 0x4C82, 0x4C0A, 4, 16
 _OPTIONS = "xino=off,index=off,metacopy=off,redirect_dir=off,volatile"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -83,7 +83,7 @@ def assemble(child: int, base: int, layers: list[str], disk_mb: int, disk: str |
         mount("tmpfs", STORE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_mb}m,mode=0700,nr_inodes={disk_mb * 256}")
     else:
         device = loop_device(disk)
-        mount(device, STORE, "ext4", _MS_NOSUID | _MS_NODEV, "noatime")
+        mount(device, STORE, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOATIME, "")
         os.chmod(STORE, 0o700)
     for name in ("upper", "work"):
         os.mkdir(f"{STORE}/{name}", 0o755)
@@ -113,7 +113,12 @@ def loop_device(file: str) -> str:
             path = f"/dev/loop{number}"
             device = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             # struct loop_config: fd, block size, then struct loop_info64 with its flags at 52.
-            config = struct.pack("=II", backing, 0) + bytes(52) + struct.pack("=I", _LO_FLAGS_AUTOCLEAR) + bytes(240)
+            config = (
+                struct.pack("=II", backing, 0)
+                + bytes(52)
+                + struct.pack("=I", _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO)
+                + bytes(240)
+            )
             try:
                 fcntl.ioctl(device, _LOOP_CONFIGURE, config)
             except OSError as error:
