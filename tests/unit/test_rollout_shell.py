@@ -7,7 +7,16 @@ import msgspec
 import pytest
 
 from opengyre.proto.examples import DISPATCH
-from opengyre.proto.run import Branching, Harness, InvalidRunError, RunSpec, Scoring, validate
+from opengyre.proto.run import (
+    Branching,
+    Harness,
+    InvalidRunError,
+    Optimization,
+    RunSpec,
+    Sampling,
+    Scoring,
+    validate,
+)
 from opengyre.proto.sandbox import ExecResult
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
 from opengyre.rollout.episode import AgentEnded
@@ -128,15 +137,26 @@ def test_the_trunk_parts_where_the_run_says_and_lanes_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("harness", "scoring", "said"),
+    ("harness", "more", "said"),
     [
-        ({"branching": Branching(turn=0)}, Scoring(), r"harness.branching.turn is 0; allowed are values from 1 to 3"),
-        ({"branching": Branching(turn=4)}, Scoring(), r"harness.branching.turn is 4; allowed are values from 1 to 3"),
-        ({"branching": Branching(turn=1, copies=17)}, Scoring(), r"copies is 17; allowed are values from 2 to 16"),
-        ({"branching": Branching(turn=1), "agent": "program", "program": "x"}, Scoring(), r"allowed is shell"),
-        ({"branching": Branching(turn=1)}, Scoring(progress_every=1), r"leave out one of them"),
+        ({"branching": Branching(turn=0)}, {}, r"harness.branching.turn is 0; allowed are values from 1 to 3"),
+        ({"branching": Branching(turn=4)}, {}, r"harness.branching.turn is 4; allowed are values from 1 to 3"),
+        ({"branching": Branching(turn=1, copies=17)}, {}, r"copies is 17; allowed are values from 2 to 16"),
+        ({"branching": Branching(turn=1), "agent": "program", "program": "x"}, {}, r"allowed is shell"),
+        ({"branching": Branching(turn=1)}, {"scoring": Scoring(progress_every=1)}, r"leave out one of them"),
+        ({"branching": Branching(turn=1)}, {"optimization": Optimization(loss="sequence")}, r"loss is sequence beside"),
+        (
+            {"branching": Branching(turn=1, copies=3)},
+            {"sampling": Sampling(j_max=2)},
+            r"sampling.j_max is 2 .* allowed are values from 3, or none",
+        ),
     ],
 )
-def test_branching_that_cannot_be_is_refused_by_name(harness: dict[str, Any], scoring: Scoring, said: str) -> None:
+def test_branching_that_cannot_be_is_refused_by_name(harness: dict[str, Any], more: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRunError, match=said):
-        validate(RunSpec(run="r", model="/m", harness=Harness(**harness), scoring=scoring))
+        validate(RunSpec(run="r", model="/m", harness=Harness(**harness), **more))
+
+
+def test_branching_with_room_for_each_lane_is_taken() -> None:
+    spec = RunSpec(run="r", model="/m", harness=Harness(branching=Branching(turn=3)), sampling=Sampling(j_max=2))
+    assert validate(spec) == spec

@@ -6,15 +6,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from opengyre.learn.advantage import Kind, baseline
 from opengyre.proto import codec
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady
-from opengyre.proto.run import Branching, Harness
+from opengyre.proto.run import Branching, Dispatch, Harness, Optimization, RunSpec
 from opengyre.proto.task import Check, TaskSpec
 from opengyre.proto.traj import Call, Ended, Forked, Part, SandboxOpened, Started, TrajEvent, Verified, VersionSpan
+from opengyre.trainer.books import Held, scale, token_weights
+from opengyre.trainer.books import Part as HeldPart
 from opengyre.trajectory.assemble import LogEvent, assemble
 
 GROUP = "r-g000001"
@@ -58,7 +61,7 @@ def log(
     root = call(TRUNK + trunk, (1,), None, None)
     events.append(Forked(**ids(), turn=1, copies=len(lanes), snapshot="s"))
     ends = [root] * len(lanes)
-    for turn in range(max(len(lane) for lane in lanes)):  # side by side, as they are lived
+    for turn in range(max(map(len, lanes))):  # side by side, as they are lived
         for number, lane in enumerate(lanes):
             if turn < len(lane):
                 ends[number] = call(LANE + lane[turn], (2,), ends[number], number)
@@ -88,84 +91,155 @@ def spans(group: GroupReady) -> list[list[tuple[tuple[int, ...], float, float]]]
     ]
 
 
+def plain(member: str, members: tuple[str, ...], trunk: int, score: float) -> list[TrajEvent]:
+    """An execution that ended before its fork."""
+    whole = log(member, members, trunk, [(), ()], [None, None])
+    at: dict[str, Any] = {"run": "r", "group": GROUP, "execution": member, "attempt": 0}
+    found = [event for event in whole if not isinstance(event, Forked | Verified | Ended)]
+    found.append(Verified(**at, index=len(found), parts=(Part(name="a", weight=1, value=score),), reason="done"))
+    end = whole[-1]
+    assert isinstance(end, Ended)
+    return [*found, msgspec.structs.replace(end, index=len(found))]
+
+
 def test_each_lane_has_the_advantage_of_what_it_got_and_the_trunk_their_mean() -> None:
     whole = names(2)
     forked = log(whole[0], whole, 0, [(0,), (1,)], [1.0, 0.0])
-    plain = log(whole[1], whole, 1, [(0,), (0,)], [0.25, 0.25])
-    group = ready([*forked, *plain])
+    alike = log(whole[1], whole, 1, [(0,), (0,)], [0.25, 0.25])
+    group = ready([*forked, *alike])
     base = baseline([0.5, 0.25], "loo")
     assert [member.score for member in group.members] == [0.5, 0.25]
     first, second = spans(group)
     assert first == [
-        ((1, 10), 1.5, pytest.approx((0.5 - base.center) * base.scale)),
-        ((1, 10, 2, 20), 0.75, pytest.approx(1.0 - 0.25)),
-        ((1, 10, 2, 21), 0.75, pytest.approx(0.0 - 0.25)),
+        ((1, 10), 1.0, pytest.approx((0.5 - base.center) * base.scale)),
+        ((1, 10, 2, 20), 0.5, pytest.approx(1.0 - 0.25)),
+        ((1, 10, 2, 21), 0.5, pytest.approx(0.0 - 0.25)),
     ]
-    assert [weight for _, weight, _ in second] == [1.5, 0.75, 0.75], "lanes that say the same are lanes as well"
+    assert [weight for _, weight, _ in second] == [1.0, 0.5, 0.5], "lanes that say the same are lanes as well"
+    assert [(member.trained_tokens, member.weighed_tokens) for member in group.members] == [(3, 2.0), (3, 2.0)]
 
 
-def gradient(preferences: dict[tuple[int, ...], float], kind: Kind, *, flat: bool = False) -> dict[Any, float]:
-    """Expected gradient, by enumeration of a group of two with two lanes each, of what the trainer is given."""
+Line = tuple[int, ...]
+"""What was said from the root on, of 0 and 1."""
+Tree = dict[Line, float]
+"""The score of each whole line."""
+Policy = dict[Line, float]
+"""The log-odds of saying 1 next."""
 
-    def chance(path: tuple[int, ...], token: int) -> float:
-        return 1 / (1 + math.exp(-preferences[path] if token else preferences[path]))
+EVEN: Tree = {(0, 0): 0.1, (0, 1): 0.9, (1, 0): 0.6, (1, 1): 0.2}
+UNEVEN: Tree = {(1,): 0.4, (0, 0): 0.1, (0, 1, 0): 1.0, (0, 1, 1): 0.3}
+"""A line may end before the fork, and lanes are of unlike lengths."""
+POLICIES = ((EVEN, {(): 0.4, (0,): -0.7, (1,): 0.3}), (UNEVEN, {(): 0.4, (0,): -0.7, (0, 1): 0.8}))
 
+
+def chance(policy: Policy, line: Line, begin: int = 0) -> float:
+    """That this is said, after its first `begin` tokens."""
+    odds = (policy[line[:at]] if line[at] else -policy[line[:at]] for at in range(begin, len(line)))
+    return math.prod(1 / (1 + math.exp(-one)) for one in odds)
+
+
+def executions(tree: Tree, policy: Policy) -> list[tuple[float, tuple[Line, ...]]]:
+    """All that an execution of two lanes can be, each with its probability: a line that ended, or two that part."""
+    found: list[tuple[float, tuple[Line, ...]]] = [(chance(policy, line), (line,)) for line in tree if len(line) == 1]
+    for first in (0, 1):
+        lanes = [line for line in tree if line[0] == first and len(line) > 1]
+        for pair in itertools.product(lanes, repeat=2):
+            both = math.prod(chance(policy, line, 1) for line in pair)
+            found.append((chance(policy, (first,)) * both, pair))
+    assert sum(probability for probability, _ in found) == pytest.approx(1)
+    return found
+
+
+def gradient(
+    tree: Tree, policy: Policy, kind: Kind, optimization: Optimization, *, flat: bool = False
+) -> dict[Line, float]:
+    """Expected gradient of an update, of one group of two, by enumeration: what the trainer makes of what it is given.
+    `flat`: every lane at the weight of a whole execution."""
     whole = names(2)
-    total = dict.fromkeys(preferences, 0.0)
-    for said in itertools.product(range(2), repeat=6):
-        halves = (said[:3], said[3:])
-        probability = math.prod(
-            chance((), trunk) * chance((trunk,), one) * chance((trunk,), other) for trunk, one, other in halves
-        )
-        events = [
-            event
-            for name, (trunk, one, other) in zip(whole, halves, strict=True)
-            for event in log(name, whole, trunk, [(one,), (other,)], [WORTH[trunk, one], WORTH[trunk, other]], kind)
-        ]
-        for found in spans(ready(events)):
+    spec = RunSpec(
+        run="r", model="m", dispatch=Dispatch(batch_groups=1, group_size=2, min_members=1), optimization=optimization
+    )
+    total = dict.fromkeys(policy, 0.0)
+    for one, other in itertools.product(executions(tree, policy), repeat=2):
+        events: list[TrajEvent] = []
+        for name, (_, lines) in zip(whole, (one, other), strict=True):
+            scores = [tree[line] for line in lines]
+            if len(lines) == 1:
+                events += plain(name, whole, lines[0][0], scores[0])
+            else:
+                events += log(name, whole, lines[0][0], [line[1:] for line in lines], scores)
+        group = ready([kinded(event, kind) for event in events])
+        if flat:
+            group = codec.decode(codec.encode(group).replace(b'"weight":0.5', b'"weight":1.0'))
+            assert isinstance(group, GroupReady)
+        held = Held(group, group.members)
+        per_token = token_weights(spec, held, whole)
+        factor = scale(spec, [HeldPart(held, whole, held.members)]) * one[0] * other[0]
+        for member, found in zip(group.members, spans(group), strict=True):
             for path, weight, advantage in found:
-                own = tuple(token % 10 for token in path[1::2])
-                slope = (1 - chance(own[:-1], 1)) if own[-1] else -chance(own[:-1], 1)
-                total[own[:-1]] += probability * (1.0 if flat else weight) * advantage * slope / len(found) / 2
+                said = tuple(token % 10 for token in path[1::2])
+                slope = (1 if said[-1] else 0) - chance(policy, (*said[:-1], 1), len(said) - 1)
+                total[said[:-1]] += factor * per_token[member.execution] * weight * advantage * slope
     return total
 
 
-WORTH = {(0, 0): 0.1, (0, 1): 0.9, (1, 0): 0.6, (1, 1): 0.2}
-POLICY = {(): 0.4, (0,): -0.7, (1,): 0.3}
+def kinded(event: TrajEvent, kind: Kind) -> TrajEvent:
+    if not isinstance(event, Started):
+        return event
+    return msgspec.structs.replace(event, dispatch=msgspec.structs.replace(event.dispatch, advantage=kind))
 
 
-def exact(preferences: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+def exact(tree: Tree, policy: Policy) -> dict[Line, float]:
     """Gradient of the expected score of one line of the tree, by differences."""
 
-    def value(at: dict[tuple[int, ...], float]) -> float:
-        high = {path: 1 / (1 + math.exp(-preference)) for path, preference in at.items()}
-        return sum(
-            (high[()] if trunk else 1 - high[()]) * (high[trunk,] if last else 1 - high[trunk,]) * score
-            for (trunk, last), score in WORTH.items()
-        )
+    def value(at: Policy) -> float:
+        return sum(chance(at, line) * score for line, score in tree.items())
 
     step = 1e-6
     return {
-        path: (value({**preferences, path: at + step}) - value({**preferences, path: at - step})) / (2 * step)
-        for path, at in preferences.items()
+        line: (value({**policy, line: at + step}) - value({**policy, line: at - step})) / (2 * step)
+        for line, at in policy.items()
     }
 
 
+SUMMED = Optimization(average="constant", constant_tokens=1)
+"""Tokens are added up: no average makes the tokens of a long line lighter."""
+
+
 @pytest.mark.parametrize(("kind", "factor"), [("loo", 1.0), ("no_std", 0.5)])
-def test_the_expected_gradient_of_lanes_is_that_of_the_score(kind: Kind, factor: float) -> None:
-    """Leaves that were sampled as alternatives count for their share, and are compared with other executions only (the
-    whole subtree is left out). `factor`: of a center that the member itself is a half of. A path has two tokens, over
-    which the execution's weight is spread."""
-    wanted = exact(POLICY)
-    expected = {path: factor * value / 2 for path, value in wanted.items()}
-    assert gradient(POLICY, kind) == pytest.approx(expected, abs=1e-8)
+@pytest.mark.parametrize(("tree", "policy"), POLICIES, ids=("even", "uneven"))
+def test_the_expected_gradient_of_lanes_is_that_of_the_score(
+    tree: Tree, policy: Policy, kind: Kind, factor: float
+) -> None:
+    """Lanes count for their share, and are compared with other executions only (the whole tree is left out). `factor`:
+    of a center that the member itself is a half of."""
+    expected = {line: factor * value for line, value in exact(tree, policy).items()}
+    assert gradient(tree, policy, kind, SUMMED) == pytest.approx(expected, abs=1e-8)
 
 
-def test_lanes_whose_tokens_counted_in_full_would_count_too_much() -> None:
-    wanted = exact(POLICY)
-    flat = gradient(POLICY, "loo", flat=True)
-    ratios = [flat[path] / value for path, value in wanted.items()]
-    assert max(ratios) - min(ratios) > 0.1, "the trunk's tokens are too few beside them"
+@pytest.mark.parametrize("average", ["execution", "token", "prompt"])
+def test_averages_count_an_execution_as_long_as_its_lanes_are_in_the_mean(average: Any) -> None:
+    """All lines have two tokens: what three trained tokens are divided by."""
+    tree, policy = POLICIES[0]
+    expected = {line: value / 2 for line, value in exact(tree, policy).items()}
+    assert gradient(tree, policy, "loo", Optimization(average=average)) == pytest.approx(expected, abs=1e-8)
+
+
+def test_lanes_whose_tokens_counted_in_full_would_count_twice() -> None:
+    tree, policy = POLICIES[1]
+    wanted, flat = exact(tree, policy), gradient(tree, policy, "loo", SUMMED, flat=True)
+    assert {line: flat[line] / value for line, value in wanted.items()} == {
+        (): pytest.approx(1), (0,): pytest.approx(2), (0, 1): pytest.approx(2),
+    }  # fmt: skip
+
+
+def test_a_lane_that_sampled_nothing_keeps_its_share_of_the_score() -> None:
+    """What it would have said at most is nobody else's."""
+    whole = names(2)
+    idle = log(whole[0], whole, 0, [(0,), ()], [1.0, 0.0])
+    group = ready([*idle, *log(whole[1], whole, 0, [(0,), (0,)], [0.0, 0.0])])
+    assert [member.score for member in group.members] == [0.5, 0.0]
+    assert [weight for _, weight, _ in spans(group)[0]] == [1.0, 0.5]
 
 
 def test_lanes_that_go_on_alike_do_not_share_their_weight_again() -> None:
@@ -174,11 +248,9 @@ def test_lanes_that_go_on_alike_do_not_share_their_weight_again() -> None:
     group = ready(log(whole[0], whole, 0, [(0, 1), (0, 1)], [1.0, 0.0]))
     (found,) = spans(group)
     assert [(path, weight) for path, weight, _ in found] == [
-        ((1, 10), pytest.approx(5 / 3)),
-        ((1, 10, 2, 20), pytest.approx(5 / 6)),
-        ((1, 10, 2, 20), pytest.approx(5 / 6)),
-        ((1, 10, 2, 20, 2, 21), pytest.approx(5 / 6)),
-        ((1, 10, 2, 20, 2, 21), pytest.approx(5 / 6)),
+        ((1, 10), 1.0),
+        *[((1, 10, 2, 20), 0.5)] * 2,
+        *[((1, 10, 2, 20, 2, 21), 0.5)] * 2,
     ]
 
 

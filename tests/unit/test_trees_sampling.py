@@ -151,6 +151,13 @@ def test_alternatives_share_their_weight_by_leaves() -> None:
     assert sum(w * n for w, n in zip(scaled, tokens, strict=True)) == pytest.approx(sum(tokens))
 
 
+def test_alternatives_that_said_the_same_do_not_share_their_weight_again() -> None:
+    """What goes on from them has the same prompt too, and is no alternative of it."""
+    calls = [Given("a", [1], [2], order=0, wanted=True), Given("b", [1], [2], order=1, wanted=True)]
+    calls += [Given(f"{name}1", [3], [4], name, 2, order=place, wanted=True) for place, name in enumerate("ab", 2)]
+    assert shares(build(calls).nodes) == {"a": 0.5, "b": 0.5, "a1": 0.5, "b1": 0.5}
+
+
 def test_a_tree_baseline_is_leave_one_out_at_the_root() -> None:
     flat = {"a": None, "b": None, "c": None}
     assert advantages(flat, {"a": 1, "b": 0, "c": 0}) == {"a": 1, "b": -0.5, "c": -0.5}

@@ -25,7 +25,7 @@ class Span(Record, frozen=True, kw_only=True):
     advantage: float | None = None
     """Of each of its tokens. None: the execution's."""
     weight: float = 1.0
-    """Of each of its tokens, relative to the others of the execution: 1 in the mean over what is trained of it."""
+    """Of each of its tokens, relative to the others of the execution; an average counts a token for as much."""
 
 
 class RouteRows(Record, frozen=True, kw_only=True):
@@ -68,6 +68,12 @@ class Member(Record, frozen=True, kw_only=True):
     """Role -> sampled tokens that the bound on paths left out."""
     transitions: dict[str, int] = {}
     """How calls stand to those before: extend, branch, compaction, realign, fork, retry -> calls."""
+
+    @property
+    def weighed_tokens(self) -> float:
+        """Trained tokens, each counted for its weight: what an average divides by. Of lanes, the mean along them."""
+        spans = [span for sequence in self.sequences for span in sequence.spans]
+        return self.trained_tokens + sum((span.weight - 1) * (span.end - span.start) for span in spans)
 
     @property
     def judged(self) -> bool:

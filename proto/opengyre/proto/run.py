@@ -244,6 +244,28 @@ def _branching(harness: Harness) -> tuple[tuple[str, float, float, float], ...]:
     )
 
 
+def _unbranched(spec: RunSpec, branching: Branching) -> str | None:
+    """What does not go with lanes, in a sentence."""
+    if spec.harness.agent != "shell":
+        agent = spec.harness.agent
+        return f"harness.branching is set, and harness.agent is {agent}; allowed is shell, whose state can be copied"
+    if spec.scoring.progress_every is not None:
+        return "scoring.progress_every is set beside harness.branching; leave out one of them"
+    if spec.optimization.loss == "sequence":
+        # One ratio a path: its gradient is spread over the path, so the trunk would get what one lane is credited with.
+        return (
+            "optimization.loss is sequence beside harness.branching; allowed are clip, truncated and reinforce, which "
+            "judge each token by its own advantage"
+        )
+    j_max = spec.sampling.j_max
+    if j_max is not None and j_max < branching.copies:
+        return (
+            f"sampling.j_max is {j_max} beside harness.branching.copies = {branching.copies}; allowed are values from "
+            f"{branching.copies}, or none: each lane is a path"
+        )
+    return None
+
+
 def _standalone_cells(elastic: Elastic) -> tuple[float, float]:
     """They are what serves while the pool trains."""
     return (max(1, elastic.min_rollout_cells) if elastic.policy == "coarse" else 0), 10_000
@@ -333,12 +355,8 @@ def validate(spec: RunSpec) -> RunSpec:
             raise InvalidRunError(f"{name} is {value}; allowed are values from {low} to {high}")
     if h.agent == "program" and not (h.program or "").strip():
         raise InvalidRunError("harness.program is empty; allowed is a command line, since harness.agent is program")
-    if h.branching is not None and h.agent != "shell":
-        raise InvalidRunError(
-            f"harness.branching is set, and harness.agent is {h.agent}; allowed is shell, whose state can be copied"
-        )
-    if h.branching is not None and spec.scoring.progress_every is not None:
-        raise InvalidRunError("scoring.progress_every is set beside harness.branching; leave out one of them")
+    if h.branching is not None and (fault := _unbranched(spec, h.branching)) is not None:
+        raise InvalidRunError(fault)
     if spec.scoring.credit == "progress" and spec.scoring.progress_every is None:
         raise InvalidRunError("scoring.progress_every is not set; scoring.credit = progress needs it, from 1")
     if o.average == "constant" and o.constant_tokens is None:

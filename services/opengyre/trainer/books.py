@@ -135,11 +135,11 @@ def token_weights(spec: RunSpec, held: Held, units: Iterable[str]) -> dict[str, 
     """Of each trained token of these executions (those that have a score), up to `scale`."""
     average, constant = spec.optimization.average, spec.optimization.constant_tokens or 0
     whole = _share(held)
-    tokens = sum(member.trained_tokens for member in held.members)
+    tokens = sum(member.weighed_tokens for member in held.members)
     wanted = set(units)
     return {
         member.execution: nominal_weight(spec)
-        * local_weight(average, member.trained_tokens, message_tokens=tokens, share=whole, constant=constant)
+        * local_weight(average, member.weighed_tokens, message_tokens=tokens, share=whole, constant=constant)
         for member in held.members
         if member.execution in wanted
     }
@@ -150,9 +150,9 @@ def scale(spec: RunSpec, parts: Sequence[Part]) -> float:
     found = [
         weights.Part(
             executions=len(part.members),
-            tokens=sum(member.trained_tokens for member in part.members),
+            tokens=sum(member.weighed_tokens for member in part.members),
             of_executions=len(part.held.members),
-            of_tokens=sum(member.trained_tokens for member in part.held.members),
+            of_tokens=sum(member.weighed_tokens for member in part.held.members),
             share=_share(part.held),
         )
         for part in parts

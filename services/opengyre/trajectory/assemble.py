@@ -12,20 +12,18 @@ one place is `broken_log`; an evaluation that failed is no zero, so that executi
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-
-import msgspec
 
 from opengyre.learn.advantage import advantage, baseline
 from opengyre.proto import codec
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.task import GroupScored
-from opengyre.proto.traj import Call, Ended, Forked, Overdue, Started, TrajEvent, Verified
+from opengyre.proto.traj import Call, Ended, Overdue, Started, TrajEvent, Verified
+from opengyre.trajectory.lanes import UNSCORED, Lanes, lanes_of
 from opengyre.trajectory.progress import Credit, Scored, freeze, potentials
 from opengyre.trajectory.score import score_of
 from opengyre.trajectory.tree import paths
@@ -61,10 +59,8 @@ class _Execution:
     calls: tuple[Call, ...]
     potentials: dict[str, float | None] = field(default_factory=dict)
     """Call -> the potential before it, where progress is credit."""
-    lanes: dict[str, float] = field(default_factory=dict)
-    """Call -> the score of its lane, for calls of lanes."""
-    unscored: int = 0
-    """Calls of lanes that could not be evaluated; they are not in `calls`."""
+    lanes: Lanes | None = None
+    """Where it was verified lane by lane."""
 
 
 def assemble(events: Iterable[LogEvent]) -> list[Assembled]:
@@ -147,41 +143,27 @@ def _execution(name: str, log: tuple[TrajEvent, ...]) -> _Execution:
     if start is None or any(event.index != place for place, event in enumerate(log)):
         return _Execution(name, None, None, "broken_log", ())
     ended = next(event for event in log if isinstance(event, Ended))
-    if any(isinstance(event, Forked) for event in log):
-        return _forked(name, start, calls, [event for event in log if isinstance(event, Verified)], ended)
     verdict = next((event for event in reversed(log) if isinstance(event, Verified)), None)
-    if ended.reason == "infra" or (verdict is not None and verdict.infra_error is not None):
+    if ended.reason == "infra":
         return _Execution(name, start, None, "infra", calls)
     if verdict is None:
         return _Execution(name, start, None, "not_verified", calls)
+    lanes = lanes_of(log)
+    if lanes is not None:
+        return _Execution(name, start, lanes.score, lanes.fault or "", calls, lanes=lanes)
+    if verdict.infra_error is not None:
+        return _Execution(name, start, None, "infra", calls)
     score = score_of(verdict.parts)
     credited = score is not None and start.dispatch.scoring.credit == "progress"
     reason = "" if score is not None else "no_valid_parts"
     return _Execution(name, start, score, reason, calls, potentials(log) if credited else {})
 
 
-def _forked(
-    name: str, start: Started, calls: tuple[Call, ...], verdicts: Sequence[Verified], ended: Ended
-) -> _Execution:
-    """Its score is the mean of its lanes'. A lane that could not be evaluated is as if it had never been (law 6)."""
-    said = {verdict.lane: verdict for verdict in verdicts if verdict.lane is not None}
-    scores = {
-        lane: score
-        for lane, verdict in sorted(said.items())
-        if verdict.infra_error is None and verdict.reason != "infra" and (score := score_of(verdict.parts)) is not None
-    }
-    if not scores:
-        return _Execution(name, start, None, "infra" if said or ended.reason == "infra" else "not_verified", calls)
-    kept = tuple(call for call in calls if call.lane is None or call.lane in scores)
-    own = {call.call: scores[call.lane] for call in kept if call.lane is not None}
-    mean = math.fsum(scores.values()) / len(scores)
-    return _Execution(name, start, mean, "", kept, lanes=own, unscored=len(calls) - len(kept))
-
-
 def _member(execution: _Execution) -> Scored | None:
     if execution.score is None:
         return None
-    return Scored(execution.execution, execution.score, execution.potentials, execution.lanes)
+    lanes = execution.lanes.scored(execution.calls) if execution.lanes is not None else {}
+    return Scored(execution.execution, execution.score, execution.potentials, lanes)
 
 
 def _close(
@@ -239,13 +221,16 @@ def _ready(dispatch: EpisodeDispatch, executions: Sequence[_Execution], frozen: 
         member, start = _member(execution), execution.start
         if member is None or start is None:
             continue
-        sampling = dispatch.sampling
-        if execution.lanes:  # worlds of their own: a lane's tokens count for its share of the execution
-            sampling = msgspec.structs.replace(sampling, alternatives="leaves")
-        found = paths(execution.calls, sampling, start.dispatch.seed, start.vocabulary, frozen.advantages(member))
+        calls, lanes = execution.calls, execution.lanes
+        weights = None
+        if lanes is not None:
+            calls, weights = lanes.kept(calls), lanes.weights(calls)
+            if unscored := len(execution.calls) - len(calls):
+                refused[UNSCORED] += unscored
+        found = paths(
+            calls, dispatch.sampling, start.dispatch.seed, start.vocabulary, frozen.advantages(member), weights
+        )
         refused.update(found.refused)
-        if execution.unscored:
-            refused["unscored_lane"] += execution.unscored
         members.append(
             Member(
                 execution=execution.execution,

@@ -143,16 +143,20 @@ def paths(
     seed: int = 0,
     vocabulary: int | None = None,
     advantages: Mapping[str, float] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> Paths:
     """Sequences of the calls of one execution, in log order. A repeated call (same id and content) counts once.
 
     What is drawn is as `draw` says. What has ids from `vocabulary` on is refused, and so is what is known by its tokens
-    only. `advantages`: call -> advantage of its tokens, for calls that have one of their own.
+    only. `advantages`: call -> advantage of its tokens, for calls that have one of their own. `weights`: call -> weight
+    of its tokens, as it is; None: as `sampling` says.
     """
     sampling = sampling or Sampling()
     drawn = draw(calls, sampling, seed, vocabulary)
     tree, chosen, own = drawn.tree, drawn.chosen, advantages or {}
-    weight = _weights(tree, chosen.paths) if sampling.alternatives == "leaves" else {}
+    weight = weights or {}
+    if weights is None and sampling.alternatives == "leaves":
+        weight = _weights(tree, chosen.paths)
     figures = drawn.figures
     return Paths(
         sequences=tuple(_sequence(tree, path, drawn.calls, weight, own) for path in chosen.paths),

@@ -53,14 +53,14 @@ class Part:
     """
 
     executions: int
-    tokens: int
+    tokens: float
     of_executions: int
-    of_tokens: int
+    of_tokens: float
     share: float = 1.0
 
 
 def local_weight(
-    average: Average, tokens: int, *, message_tokens: int = 0, share: float = 1.0, constant: int = 0
+    average: Average, tokens: float, *, message_tokens: float = 0, share: float = 1.0, constant: int = 0
 ) -> float:
     """Weight of each trained token of an execution with `tokens` of them, up to the factor `commit_scale` of the step.
 
