@@ -12,6 +12,7 @@ from opengyre.cli import (
     doctor,
     hosts,
     knobs,
+    model,
     runs,
     sandbox,
     simulate,
@@ -37,7 +38,7 @@ app = typer.Typer(
 
 MODULES = (
     updown, demo, doctor, status, runs, tasks, hosts, staleness, decisions, knobs, streams, simulate, tune, bench,
-    trajectory, sandbox,
+    trajectory, sandbox, model,
 )  # fmt: skip
 for module in MODULES:
     module.register(app)

@@ -76,22 +76,30 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> number format and shape of each tensor of a safetensors file, as its header says; raises
+    `ModelDirectoryError` for a file that is not whole. The tensors are not read."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(min(length, MAX_HEADER)))
+        places = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        found = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in places.items()}
+        end = 8 + length + max((stop for _, stop in (entry["data_offsets"] for entry in places.values())), default=0)
+    except OSError as error:
+        raise ModelDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelDirectoryError(f"{path} is not a safetensors file: its header cannot be read") from error
+    if size != end:
+        raise ModelDirectoryError(f"{path} has {size} bytes; its header says {end}")
+    return found
+
+
 def check_weights(directory: Path) -> None:
     """Raise `ModelDirectoryError` for a weight file that is missing or not whole; the tensors are not read."""
     for path in weight_files(directory):
-        try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = file.read(min(length, MAX_HEADER))
-            places = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
-            end = 8 + length + max((stop for _, stop in places), default=0)
-        except OSError as error:
-            raise ModelDirectoryError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelDirectoryError(f"{path} is not a safetensors file: its header cannot be read") from error
-        if size != end:
-            raise ModelDirectoryError(f"{path} has {size} bytes; its header says {end}")
+        header(path)
 
 
 def check_directory(directory: Path) -> None:
