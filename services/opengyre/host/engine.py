@@ -87,6 +87,10 @@ def make_engine(settings: HostSettings) -> Engine:
         from opengyre.host.emulated import EmulatedEngine
 
         return EmulatedEngine(settings)
+    if settings.engine == "vllm":
+        from opengyre.host.vllm import VllmEngine
+
+        return VllmEngine(settings)
     from opengyre.host.tiny import TinyHostEngine
 
     return TinyHostEngine(int(settings.capacity), settings.threads)

@@ -143,8 +143,10 @@ class TrainerSettings(Section):
 class HostSettings(Section):
     host: str = Field(default="host0", description="name of this host, stable over restarts")
     cell: str | None = Field(default=None, description="cell it belongs to; default: a cell of its own")
-    engine: Literal["tiny", "emulated"] = Field(
-        default="tiny", description="tiny computes; emulated has no model and takes time, to measure everything else"
+    engine: Literal["tiny", "vllm", "emulated"] = Field(
+        default="tiny",
+        description="tiny computes; vllm serves by vLLM, in an environment of its own; "
+        "emulated has no model and takes time, to measure everything else",
     )
     count: int = Field(
         default=1, ge=1, le=10_000, description="emulated hosts of this one process, named <host>-000, <host>-001, ..."
@@ -166,6 +168,20 @@ class HostSettings(Section):
     )
     heartbeat_s: float = Field(default=1.0, gt=0, le=60)
     lost_after_s: int = Field(default=5, ge=2, description="time to live of its heartbeat")
+    vllm_python: str | None = Field(
+        default=None, description="vllm: the python that has it; default: that of .venv-vllm, which `make vllm` makes"
+    )
+    vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="vllm: in what weights are served; auto: as they are"
+    )
+    vllm_context: int = Field(default=2048, ge=16, description="vllm: tokens of prompt and completion together")
+    vllm_kv_gb: int = Field(default=1, ge=1, description="vllm on a CPU: GiB for keys and values")
+    vllm_memory_fraction: float = Field(
+        default=0.9, gt=0, le=1, description="vllm on a GPU: its share of the memory, weights included"
+    )
+    vllm_tensor_parallel: int = Field(default=1, ge=1, le=1024, description="vllm: GPUs that share one replica")
+    vllm_start_s: float = Field(default=300, gt=0, le=3600, description="vllm: how long a start may take")
+    vllm_arguments: tuple[str, ...] = Field(default=(), description="vllm: further arguments of its server")
     tokens_per_s: float = Field(
         default=40, gt=0, le=1e9, description="emulated: of a call at full speed; above capacity calls share evenly"
     )

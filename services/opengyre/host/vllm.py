@@ -1,0 +1,346 @@
+"""vLLM behind the host's interface: a server of its own (`vllm_process`), spoken to over HTTP.
+
+States: asleep (on a CPU: there is no server, since vLLM's CPU build frees nothing; on a GPU: it sleeps) -> paused ->
+running, and back. `closed` once the server has ended by itself.
+
+Invariants:
+- A call's tokens are known here as they are sampled, so a server that dies loses none of them: its calls end as
+  stopped, with what they had.
+- Weights change only while the engine is paused and its caches are cleared.
+- What the engine does not refuse but dies of (a token that is none, a prompt that is too long) is refused here.
+
+Awaits: a call is woken by its stream, and bounded by its host; a command by the server's answer, `COMMAND_S` at most;
+`wake` by the server's start, `host.vllm_start_s` at most; `_watch` by the server's end; `_measure` every `MEASURE_S`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from opengyre.host.engine import WAITING_FACTOR, CallProgress
+from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of, gauges
+from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan
+from opengyre.host.vllm_process import Server, interpreter
+from opengyre.shared.settings import HostSettings
+from opengyre.tiny.types import (
+    EngineBusyError,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    Increment,
+    InvalidRequestError,
+    WrongStateError,
+)
+
+log = logging.getLogger("gyre.host.vllm")
+
+COMMAND_S = 120.0
+MEASURE_S = 1.0
+RATE_S = 3.0
+PATIENCE_S = 900.0
+
+
+def gpus_of(environment: dict[str, str] | os._Environ[str]) -> int:
+    """How many GPUs this process may use; needs no torch."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def free_memory() -> int:
+    """Bytes of this machine's memory that may be taken."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise EngineError("/proc/meminfo does not say how much memory is free")
+
+
+class VllmEngine:
+    name = "vllm"
+    takes_turns = True
+
+    def __init__(self, settings: HostSettings) -> None:
+        self.capacity: float = settings.capacity
+        self._settings = settings
+        self._cpu = gpus_of(os.environ) == 0
+        self._session: aiohttp.ClientSession | None = None
+        self._server: Server | None = None
+        self._facts: Facts | None = None
+        self._plan: Plan | None = None
+        self._state = "asleep"
+        self._version = -1
+        self._calls: dict[str, Sampling] = {}
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._helpers: list[asyncio.Task[None]] = []
+        self._tokens = 0
+        self._rate: deque[tuple[float, int]] = deque()
+        self._held = 0
+        self._figures: dict[str, float] = {}
+
+    # Calls.
+
+    def submit(self, request: GenerateRequest) -> "asyncio.Future[GenerateResult]":
+        if (
+            self._server is None
+            or self._facts is None
+            or self._plan is None
+            or self._state not in ("running", "paused")
+        ):
+            raise WrongStateError(f"submit: the engine is {self._state}; it must be running or paused")
+        most = self._facts.vocabulary - 1
+        if not request.token_ids or not 0 <= min(request.token_ids) <= max(request.token_ids) <= most:
+            raise InvalidRequestError(f"token_ids: allowed are one or more token ids from 0 to {most}")
+        if len(request.token_ids) >= self._plan.context:
+            raise InvalidRequestError(
+                f"token_ids has {len(request.token_ids)} tokens; allowed are up to {self._plan.context - 1}"
+            )
+        if len(self._calls) >= (1 + WAITING_FACTOR) * self.capacity:
+            raise EngineBusyError(f"{len(self._calls)} calls are in flight; try again later")
+        call = Sampling(request, self._version)
+        self._calls[request.request_id] = call
+        task = asyncio.ensure_future(self._sample(call, self._server))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
+
+    async def _sample(self, call: Sampling, server: Server) -> GenerateResult:
+        assert self._plan is not None
+        body = body_of(call.request, self._plan.context, call.version)
+        bound = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
+        try:
+            async with self._http().post(f"{server.url}/inference/v1/generate", json=body, timeout=bound) as answer:
+                if answer.status != 200:
+                    said = (await answer.text())[:300]
+                    refused = InvalidRequestError if answer.status == 400 else EngineError
+                    raise refused(f"vLLM answered {answer.status}: {said}")
+                async for line in answer.content:
+                    self._count(call.take(line))
+        except (aiohttp.ClientError, TimeoutError, EngineError) as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            # What it had sampled is here: the call ends as one that was stopped, and goes on elsewhere.
+            log.warning("call %s ends with %d tokens: %r", call.request.request_id, len(call.tokens), error)
+            if not call.tokens:
+                raise EngineError(f"the engine failed: {error}") from error
+        finally:
+            self._calls.pop(call.request.request_id, None)
+        return call.result()
+
+    def _count(self, tokens: int) -> None:
+        if tokens:
+            self._tokens += tokens
+            self._rate.append((time.monotonic(), tokens))
+
+    async def abort(self, request_ids: Iterable[str] | None) -> int:
+        chosen = list(self._calls) if request_ids is None else [name for name in request_ids if name in self._calls]
+        if not chosen or self._server is None:
+            return 0
+        with contextlib.suppress(EngineError):  # a server that died has ended them all
+            await self._post("/inference/v1/abort_requests", {"request_ids": [f"{ID_PREFIX}{name}" for name in chosen]})
+        return len(chosen)
+
+    def progress(self) -> Sequence[CallProgress]:
+        return [
+            CallProgress(name, len(call.request.token_ids), len(call.tokens), call.request.max_tokens)
+            for name, call in self._calls.items()
+        ]
+
+    def sampled(self, request_id: str, after: int) -> Increment:
+        call = self._calls.get(request_id)
+        return Increment() if call is None else call.increment(after)
+
+    # Weights and roles.
+
+    async def pause(self) -> None:
+        self._must("pause", "running", "paused")
+        await self._pause()
+        self._state = "paused"
+
+    async def _pause(self) -> None:
+        # Calls in flight are computed anew under the weights that come: old keys and values would mix two policies.
+        await self._post("/pause?mode=keep&clear_cache=true")
+
+    async def resume(self) -> None:
+        self._must("resume", "running", "paused")
+        for call in self._calls.values():
+            call.changed(self._version)
+        await self._post("/resume")
+        self._state = "running"
+
+    async def load(self, directory: Path, version: int) -> None:
+        self._must("load", "paused")
+        facts = await asyncio.to_thread(facts_of, directory)
+        assert self._facts is not None
+        if (facts.vocabulary, facts.kv_values, facts.heads) != (
+            self._facts.vocabulary, self._facts.kv_values, self._facts.heads,
+        ):  # fmt: skip
+            raise InvalidRequestError(f"{directory} holds a model of another shape than the one that is served")
+        await self._take(directory, version)
+
+    async def _take(self, directory: Path, version: int) -> None:
+        answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]})
+        log.info("weights of %s taken: %s", directory, answer)
+        await self._name(version)
+
+    async def _name(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version)})
+        self._version = version
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-prob of each token but the first, given those before it, by the weights in force."""
+        body = {
+            "model": "policy",
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
+        }
+        answer = await self._post("/inference/v1/generate", body)
+        found = answer["prompt_logprobs"][1:]
+        return [float(one[str(token)]["logprob"]) for one, token in zip(found, token_ids[1:], strict=True)]
+
+    async def sleep(self) -> None:
+        if self._state == "asleep":
+            return
+        self._must("sleep", "running", "paused")
+        if self._calls:
+            raise WrongStateError(f"sleep: {len(self._calls)} calls are in flight")
+        if self._cpu:
+            await self._end()
+        else:
+            await self._post("/sleep?level=2&mode=keep")
+            await self._look()
+        self._state = "asleep"
+
+    async def wake(self, directory: Path, version: int) -> None:
+        self._must("wake", "asleep")
+        facts = await asyncio.to_thread(facts_of, directory)
+        if self._server is not None and facts == self._facts:
+            await self._post("/wake_up")
+            await self._pause()
+            await self._take(directory, version)
+        else:
+            await self._end()
+            await self._start(facts)
+            await self._pause()
+            await self._name(version)
+        self._state = "paused"
+        await self._look()
+
+    async def _start(self, facts: Facts) -> None:
+        python = interpreter(self._settings.vllm_python)
+        gpus = gpus_of(os.environ)
+        free = await asyncio.to_thread(free_memory) if not gpus else await asyncio.to_thread(_gpu_memory, python)
+        self._plan = plan(facts, self._settings, gpus=gpus, free_bytes=free)
+        began = time.monotonic()
+        self._server = await Server.start(
+            python, self._plan.arguments, self._plan.environment, self._http(), self._settings.vllm_start_s
+        )
+        self._facts = facts
+        log.info("vLLM serves %s after %.1f s", facts.directory, time.monotonic() - began)
+        self._helpers = [
+            asyncio.create_task(self._watch(self._server)), asyncio.create_task(self._measure(self._server))
+        ]  # fmt: skip
+
+    async def _end(self) -> None:
+        for helper in self._helpers:
+            helper.cancel()
+        if self._helpers:
+            await asyncio.wait(self._helpers)
+        self._helpers = []
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+            self._held = await asyncio.to_thread(server.memory)
+
+    async def _watch(self, server: Server) -> None:
+        await server.gone()
+        self._state = "closed"
+        log.error("vLLM has ended by itself: %s", await server.last_words())
+
+    async def _measure(self, server: Server) -> None:
+        while True:
+            await self._look()
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                bound = aiohttp.ClientTimeout(total=5)
+                async with self._http().get(f"{server.url}/metrics", timeout=bound) as answer:
+                    self._figures = gauges(await answer.text())
+            await asyncio.sleep(MEASURE_S)
+
+    async def _look(self) -> None:
+        """What it holds: on a CPU its processes' memory, on a GPU what its workers say of theirs."""
+        if self._server is None:
+            return
+        if self._cpu:
+            self._held = await asyncio.to_thread(self._server.memory)
+        else:
+            answer = await self._post("/collective_rpc", {"method": "gyre_memory"})
+            self._held = sum(int(one["allocated"]) for one in answer["results"])
+
+    def stats(self) -> EngineStats:
+        now = time.monotonic()
+        while self._rate and now - self._rate[0][0] > RATE_S:
+            self._rate.popleft()
+        rate = sum(tokens for _, tokens in self._rate) / RATE_S
+        running = int(self._figures.get("num_requests_running", len(self._calls)))
+        weights = min(self._held, self._plan.weight_bytes) if self._plan is not None else 0
+        return EngineStats(
+            state=self._state,
+            version=self._version,
+            running=min(running, len(self._calls)),
+            waiting=max(0, len(self._calls) - running),
+            tokens=self._tokens,
+            tokens_per_s=rate,
+            kv_bytes=self._held - weights,
+            weight_bytes=weights,
+        )
+
+    async def close(self) -> None:
+        self._state = "closed"
+        for task in tuple(self._asking):
+            task.cancel()
+        if self._asking:
+            await asyncio.wait(tuple(self._asking))
+        await self._end()
+        if self._session is not None:
+            await self._session.close()
+
+    # The server.
+
+    def _must(self, what: str, *states: str) -> None:
+        if self._state not in states:
+            raise WrongStateError(f"{what}: the engine is {self._state}; it must be {' or '.join(states)}")
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # A call holds a connection for as long as it lasts, and commands must not wait for one.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    async def _post(self, path: str, body: object = None) -> Any:
+        if self._server is None:
+            raise WrongStateError(f"{path}: vLLM does not run")
+        bound = aiohttp.ClientTimeout(total=COMMAND_S)
+        try:
+            async with self._http().post(f"{self._server.url}{path}", json=body, timeout=bound) as answer:
+                if answer.status != 200:
+                    raise EngineError(f"vLLM answered {answer.status} to {path}: {(await answer.text())[:300]}")
+                return await answer.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"vLLM did not answer {path}: {error!r}") from error
+
+
+def _gpu_memory(python: str) -> int:
+    """Bytes of the first GPU's memory."""
+    import subprocess
+
+    code = "import torch; print(torch.cuda.mem_get_info(0)[0])"
+    return int(subprocess.run([python, "-c", code], check=True, capture_output=True, timeout=120).stdout)

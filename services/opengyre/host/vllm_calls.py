@@ -1,0 +1,164 @@
+"""vLLM's answers, read: the increments of a call, and spans of weight versions. Pure.
+
+Where a call ends by itself, vLLM says which version sampled which tokens. Until then (and for a call whose engine died)
+it is known from when weights were changed: nothing is sampled while the engine is paused, so the boundary is how many
+tokens had come when it went on.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from opengyre.tiny.types import (
+    EngineError,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Increment,
+    VersionSpan,
+    spans_from,
+)
+
+ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the identifier of a call of this endpoint."""
+
+
+class _LogProb(msgspec.Struct):
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_LogProb] = []
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+    logprobs: _LogProbs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Fault(msgspec.Struct):
+    message: str = ""
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Fault | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+
+
+def body_of(request: GenerateRequest, context: int, version: int) -> dict[str, Any]:
+    """The body of a call. Its seed stays here: on a CPU a seed of its own ends the engine as soon as the call's prompt
+    is read in parts (0.32.0: "CPU Generator does not use offset")."""
+    return {
+        "model": "policy",
+        "request_id": request.request_id,
+        "token_ids": list(request.token_ids),
+        "stream": True,
+        # A block that other weights computed is never taken for one of these.
+        "cache_salt": f"v{version}",
+        "sampling_params": {
+            "max_tokens": min(request.max_tokens, context - len(request.token_ids)),
+            "temperature": request.temperature,
+            "logprobs": 0,
+            "stop_token_ids": [] if request.ignore_eos else list(request.stop_token_ids),
+            "ignore_eos": True,  # only the call's own stop tokens end it, not the model's
+            "detokenize": False,
+        },
+    }
+
+
+@dataclass(slots=True)
+class Sampling:
+    """A call in flight, as far as it came."""
+
+    request: GenerateRequest
+    version: int
+    """Of the weights, now."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Of what was sampled before the weights were last changed."""
+    finish: FinishReason | None = None
+
+    def take(self, line: bytes) -> int:
+        """A line of the stream; how many tokens came with it. Raises `EngineError` for a failure of the engine."""
+        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+            return 0
+        try:
+            chunk = _chunks.decode(line[5:])
+        except msgspec.DecodeError as error:
+            raise EngineError(f"vLLM answered what cannot be read: {error}") from error
+        if chunk.error is not None:
+            raise EngineError(f"vLLM failed: {chunk.error.message}")
+        new = 0
+        for choice in chunk.choices[:1]:
+            logprobs = [one.logprob for one in choice.logprobs.content] if choice.logprobs is not None else []
+            if len(logprobs) != len(choice.token_ids):
+                raise EngineError(f"vLLM gave {len(logprobs)} log-probs for {len(choice.token_ids)} tokens")
+            new = len(choice.token_ids)
+            self.tokens += choice.token_ids
+            self.logprobs += logprobs
+            if choice.weight_versions is not None:
+                self.spans = [VersionSpan(_number(s.version), s.start, s.end) for s in choice.weight_versions]
+            if choice.finish_reason is not None:
+                self.finish = finish_of(choice.finish_reason)
+        return new
+
+    def changed(self, version: int) -> None:
+        """From here on other weights sample."""
+        self.spans = list(self.covered())
+        self.version = version
+
+    def covered(self) -> tuple[VersionSpan, ...]:
+        """Spans over all tokens so far."""
+        end = self.spans[-1].end if self.spans else 0
+        rest = [VersionSpan(self.version, end, len(self.tokens))] if len(self.tokens) > end else []
+        return (*spans_from(tuple(self.spans), 0, len(self.tokens)), *rest)
+
+    def increment(self, after: int) -> Increment:
+        end = len(self.tokens)
+        return Increment(
+            tuple(self.tokens[after:]), tuple(self.logprobs[after:]), spans_from(self.covered(), after, end)
+        )
+
+    def result(self) -> GenerateResult:
+        """What came, as a call that was stopped where it has not ended by itself."""
+        return GenerateResult(tuple(self.tokens), tuple(self.logprobs), self.finish or "abort", self.covered())
+
+
+def finish_of(reason: str) -> FinishReason:
+    if reason in ("stop", "length", "abort"):
+        return reason  # type: ignore[return-value]  # it is one of these
+    raise EngineError(f"vLLM ended a call by {reason!r}; known are stop, length and abort")
+
+
+def _number(version: str) -> int:
+    try:
+        return int(version)
+    except ValueError as error:
+        raise EngineError(f"vLLM names weights {version!r}; ours are numbers") from error
+
+
+def gauges(metrics: str) -> dict[str, float]:
+    """vLLM's own figures, by name without its prefix, summed over its engines."""
+    found: dict[str, float] = {}
+    for line in metrics.splitlines():
+        if line.startswith("vllm:"):
+            name, _, value = line[5:].rpartition(" ")
+            name = name.partition("{")[0]
+            try:
+                found[name] = found.get(name, 0.0) + float(value)
+            except ValueError:
+                continue
+    return found

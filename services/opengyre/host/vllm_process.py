@@ -1,0 +1,171 @@
+"""vLLM's server as a process of a host: started, watched, ended.
+
+Invariants: one server at a time; it is ended with all it started (a process group of its own), also when this process
+dies (the kernel ends the server then, and vLLM its workers). What it holds is measured, not computed.
+
+Awaits: `start` is woken by the server's first healthy answer, by its end, or after `start_s`; `stop` by its end, which
+is forced after `STOP_S`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from opengyre.tiny.types import EngineError
+
+log = logging.getLogger("gyre.host.vllm")
+
+SIDE = Path(__file__).parent / "vllm_side"
+"""Modules that run in vLLM's environment."""
+STOP_S = 10.0
+LOOK_S = 0.2
+TAIL = 12
+
+
+def interpreter(setting: str | None) -> str:
+    """The python that has vLLM; raises `EngineError` naming the setting."""
+    here = [setting] if setting else [".venv-vllm/bin/python", str(Path(sys.prefix).parent / ".venv-vllm/bin/python")]
+    for path in here:
+        if os.access(path, os.X_OK):
+            return str(Path(path).absolute())
+    raise EngineError(
+        f"host.vllm_python is {setting or 'not set, and there is no .venv-vllm'}; allowed is the python of an "
+        "environment with vLLM (`make vllm` makes .venv-vllm)"
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A running server; made by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.url = url
+        self._process = process
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        python: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        session: aiohttp.ClientSession,
+        start_s: float,
+    ) -> "Server":
+        """Raises `EngineError` with the last lines of its log."""
+        port = free_port()
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("GYRE_", "PYTHON"))}
+        env |= {**environment, "PYTHONPATH": str(SIDE), "PYTHONUNBUFFERED": "1", "GYRE_VLLM_PARENT": str(os.getpid())}
+        process = await asyncio.create_subprocess_exec(
+            python, "-m", "gyre_vllm_launch", *arguments, "--host", "127.0.0.1", "--port", str(port),
+            env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        server = cls(process, f"http://127.0.0.1:{port}")
+        try:
+            async with asyncio.timeout(start_s):
+                await server._ready(session)
+        except TimeoutError:
+            await server.stop()
+            raise EngineError(f"vLLM was not ready after {start_s:g} s: {await server.last_words()}") from None
+        except BaseException:
+            await asyncio.shield(server.stop())
+            raise
+        return server
+
+    async def _ready(self, session: aiohttp.ClientSession) -> None:
+        while not await self._healthy(session):
+            if self.ended:
+                raise EngineError(f"vLLM ended while it started: {await self.last_words()}")
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def _healthy(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # longer than the reader holds: the rest of it comes as lines
+                continue
+            if not line:
+                return
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                self._tail.append(text)
+                log.debug("%s", text)
+
+    async def last_words(self) -> str:
+        """The end of its log."""
+        if self.ended:
+            await asyncio.wait({self._reading}, timeout=1)
+        return " | ".join(self._tail) or "it said nothing"
+
+    async def gone(self) -> None:
+        """Wait until the server has ended by itself."""
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End it and all it started."""
+        for sign, patience in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+            for pid in _members(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sign)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await self._process.wait()
+                    while _members(self._process.pid):  # noqa: ASYNC110 - of its children the kernel tells nobody but it
+                        await asyncio.sleep(0.05)
+                    break
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
+
+    def memory(self) -> int:
+        """Bytes that its processes hold together, each shared page once (PSS). Reads /proc: not for the event loop."""
+        return sum(_pss(pid) for pid in _members(self._process.pid))
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session that have not ended; vLLM's workers may have process groups of their own."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                fields = (entry / "stat").read_text().rpartition(") ")[2].split()
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    found.append(int(entry.name))
+    return found
+
+
+def _pss(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:  # it has ended
+        pass
+    return 0

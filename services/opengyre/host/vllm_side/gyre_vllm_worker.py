@@ -1,0 +1,36 @@
+"""What OpenGyre adds to each worker of vLLM (`--worker-extension-cls`). Runs in vLLM's own environment."""
+
+from typing import Any
+
+import torch
+
+
+class Extension:
+    """Mixed into vLLM's worker: `model_runner` and `reload_weights` are the worker's."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def gyre_load(self, directory: str) -> int:
+        """Take the weights of a Hugging Face directory; returns how many output heads were packed again.
+
+        On a CPU each linear layer holds its weights once more, packed for oneDNN. A reload packs them again, but not an
+        output head that is tied to the embedding: it would go on with the old ones, and no checksum of parameters shows
+        it.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        self.reload_weights(weights_path=directory)
+        packed = 0
+        if next(self.model_runner.model.parameters()).device.type == "cpu":
+            for module in self.model_runner.model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+                    packed += 1
+        return packed
+
+    def gyre_memory(self) -> dict[str, int]:
+        """Bytes that the worker holds on its accelerator; zeros on a CPU."""
+        if not torch.cuda.is_available():
+            return {"allocated": 0, "reserved": 0}
+        return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
