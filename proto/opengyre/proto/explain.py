@@ -50,6 +50,8 @@ class ExplainedCall(Record, frozen=True, kw_only=True):
     """What the work was worth before it, as far as that was measured."""
     advantage: float | None = None
     """Of each of its tokens, where it is trained."""
+    lane: int | None = None
+    """Which of the execution's lanes asked; None: the trunk."""
 
 
 class ExplainedProgress(Record, frozen=True, kw_only=True):
@@ -62,6 +64,24 @@ class ExplainedProgress(Record, frozen=True, kw_only=True):
     potential: float | None
     """In [0, 1]; None: it could not be measured, and the one before goes on."""
     infra_error: str | None = None
+
+
+class ExplainedLane(Record, frozen=True, kw_only=True):
+    """One of the alternatives that an execution went on as."""
+
+    lane: int
+    calls: int
+    """Its own."""
+    tokens: int
+    """Sampled by these."""
+    score: float | None = None
+    advantage: float | None = None
+    """Of what it sampled, where that is trained."""
+    weight: float | None = None
+    """Of each of its tokens, where they are trained; the trunk's weigh 1."""
+    end_reason: str | None = None
+    unscored: str | None = None
+    """Why it has no score."""
 
 
 class ExplainedPath(Record, frozen=True, kw_only=True):
@@ -121,3 +141,6 @@ class ExplainReport(Record, frozen=True, kw_only=True):
     credit: Literal["execution", "progress"] = "execution"
     """Whose advantage a call has: its execution's, or one that also credits the progress of its turn."""
     progress: tuple[ExplainedProgress, ...] = ()
+    forked_at: int | None = None
+    """Turns of the trunk before it went on as lanes; None: it has none."""
+    lanes: tuple[ExplainedLane, ...] = ()

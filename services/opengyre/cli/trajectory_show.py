@@ -65,6 +65,18 @@ def progress(tree: dict[str, Any]) -> Table:
     return table
 
 
+def lanes(tree: dict[str, Any]) -> Table:
+    """The alternatives that it went on as."""
+    title = f"lanes, from turn {tree['forked_at']} on"
+    table = Table("lane", "calls", "tokens", "score", "advantage", "weight", "end", title=title, title_justify="left")
+    for one in tree["lanes"]:
+        score = number(one["score"], 4) if one["score"] is not None else f"none ({one['unscored']})"
+        credit = "-" if one["advantage"] is None else f"{one['advantage']:+.4f}"
+        sizes = (str(one[name]) for name in ("lane", "calls", "tokens"))
+        table.add_row(*sizes, score, credit, number(one["weight"], 4), one["end_reason"] or "not yet")
+    return table
+
+
 def paths(tree: dict[str, Any]) -> Table:
     """What was chosen."""
     table = Table("path", "role", "tokens", "trained", "masked", "calls", title="chosen", title_justify="left")
@@ -79,10 +91,11 @@ def calls(tree: dict[str, Any]) -> Table:
     are left out; a text gives way where the terminal is narrow."""
     rows = tree["per_call"]
     measured = any(one["potential"] is not None for one in rows)
+    forked = bool(tree["lanes"])
     own = any(one["advantage"] not in (None, tree["advantage"]) for one in rows)
     nothing = common_reason(tree)
     table = Table()
-    for name in ("call", "turn", "role", "how", "prompt", "new"):
+    for name in ("call", *(("lane",) if forked else ()), "turn", "role", "how", "prompt", "new"):
         table.add_column(name, min_width=16 if name == "how" else len(name), no_wrap=name != "how")
     for name, wanted in (("worth", measured), ("credit", own)):
         if wanted:
@@ -100,8 +113,9 @@ def calls(tree: dict[str, Any]) -> Table:
         figures = [number(one["potential"])] if measured else []
         if own:
             figures.append("-" if one["advantage"] is None else f"{one['advantage']:+.2f}")
+        lane = ["-" if one["lane"] is None else str(one["lane"])] if forked else []
         table.add_row(
-            f"{'  ' * level}{plain(one['call'])}", str(one["turn"]), one["role"], plain(how),
+            f"{'  ' * level}{plain(one['call'])}", *lane, str(one["turn"]), one["role"], plain(how),
             str(one["prompt_tokens"]), str(one["sampled_tokens"]), *figures, plain(_outcome(one, nothing)),
             Text(printable(" ".join(one["text"].split())), no_wrap=True, overflow="ellipsis"),
         )  # fmt: skip
@@ -133,4 +147,5 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(f"not trained: {plain(nothing)}")
     chosen = (paths(tree),) if tree["paths"] else ()
     measured = (progress(tree),) if tree["progress"] else ()
-    console.print(Group(figures(tree), *measured, *chosen, calls(tree)))
+    parted = (lanes(tree),) if tree["lanes"] else ()
+    console.print(Group(figures(tree), *measured, *parted, *chosen, calls(tree)))

@@ -100,6 +100,7 @@ EXECUTION_REPORT: dict[str, Any] = {
     "unscored": None,
     "parts": [{"name": "exists", "weight": 0.25, "value": 1.0, "output": ""}],
     "verified_score": 1.0,
+    "lanes": [],
     "log": [
         {
             "sequence": 412,
@@ -129,11 +130,12 @@ TREE_REPORT: dict[str, Any] = {
                 "call": "c0", "turn": 0, "role": "main", "transition": "root", "related": None, "offset": 0,
                 "diagnosis": None, "prompt_tokens": 28, "sampled_tokens": 14, "outcome": "trained", "reason": None,
                 "path": 0, "weight": 1.0, "version_min": 2, "version_max": 2, "text": "echo hello > greeting.txt",
-                "potential": 0.25, "advantage": 1.2,
+                "potential": 0.25, "advantage": 1.2, "lane": None,
             }
         ],
         "credit": "progress",
         "progress": [{"turn": 0, "call": None, "potential": 0.25, "infra_error": None}],
+        "forked_at": None, "lanes": [],
     },
     "trained_version": 3, "staleness": 1, "dropped": None,
 }  # fmt: skip

@@ -24,6 +24,8 @@ from opengyre.shared.bus import Stored, call, page
 EVENTS = 2000
 EXPLAIN_S = 25.0
 """For the trajectory service to read a group's log and make its trees."""
+MAX_LANES = 16
+"""As `harness.branching.copies` allows."""
 PATIENCE_S = 5.0
 """For it to be there."""
 
@@ -63,6 +65,17 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """`{"undecodable": reason}` where it cannot be read."""
 
 
+class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the alternatives that an execution went on as, once it is verified."""
+
+    lane: int
+    end_reason: str | None
+    parts: tuple[Part, ...]
+    verified_score: float | None
+    """None where the evaluation failed."""
+    infra_error: str | None
+
+
 class ExecutionReport(msgspec.Struct, frozen=True, kw_only=True):
     execution: str
     group: str
@@ -77,7 +90,9 @@ class ExecutionReport(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
     """What the verifier found."""
     verified_score: float | None
-    """Weighted mean of the parts."""
+    """Weighted mean of the parts; of lanes, the mean of theirs."""
+    lanes: tuple[LaneReport, ...] = ()
+    """Of an execution that went on as several: each has its own `parts`."""
     log: tuple[LogEntry, ...]
     next: int | None
     """`after` of the next page of the log."""
@@ -92,6 +107,24 @@ class TreeReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int | None = None
     dropped: str | None = None
     """Why it left training."""
+
+
+def _lane(verified: Verified) -> LaneReport:
+    failed = verified.infra_error is not None or verified.reason == "infra"
+    return LaneReport(
+        lane=verified.lane or 0,
+        end_reason=verified.reason,
+        parts=verified.parts,
+        verified_score=None if failed else score_of(verified.parts),
+        infra_error=verified.infra_error,
+    )
+
+
+async def _lanes(deps: Deps, scope: str) -> tuple[LaneReport, ...]:
+    """Of the verdicts with these subjects."""
+    got = await page(deps.bus, subjects.TRAJ, scope, limit=MAX_LANES)
+    verdicts = [event for stored in got.messages if isinstance(event := stored.readable(), Verified)]
+    return tuple(sorted((_lane(one) for one in verdicts if one.lane is not None), key=lambda lane: lane.lane))
 
 
 async def _scored(deps: Deps, run: str, task: str, group: str) -> GroupSummary:
@@ -178,7 +211,13 @@ async def read_execution(
     )
     ended = last_ended.readable() if last_ended is not None else None
     verified = last_verified.readable() if last_verified is not None else None
-    parts = verified.parts if isinstance(verified, Verified) else ()
+    parts: tuple[Part, ...] = ()
+    lanes: tuple[LaneReport, ...] = ()
+    if isinstance(verified, Verified) and verified.lane is None:
+        parts = verified.parts
+    elif isinstance(verified, Verified):
+        lanes = await _lanes(deps, subjects.traj(run, group, execution, "verified"))
+    scores = [lane.verified_score for lane in lanes if lane.verified_score is not None]
     summary = (
         await _scored(deps, run, found[0].task, group) if found is not None else GroupSummary(group=group, state="live")
     )
@@ -197,7 +236,8 @@ async def read_execution(
             score=summary.scores.get(execution),
             unscored=summary.unscored.get(execution),
             parts=parts,
-            verified_score=score_of(parts),
+            verified_score=sum(scores) / len(scores) if scores else score_of(parts),
+            lanes=lanes,
             log=entries,
             next=log.messages[-1].sequence if log.left else None,
         )

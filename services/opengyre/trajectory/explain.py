@@ -7,10 +7,18 @@ trained now. A log that is not whole yet is told as far as it goes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opengyre.proto.explain import ExplainedCall, ExplainedPath, ExplainedProgress, ExplainReport, Outcome
+from opengyre.proto.explain import (
+    ExplainedCall,
+    ExplainedLane,
+    ExplainedPath,
+    ExplainedProgress,
+    ExplainReport,
+    Outcome,
+)
 from opengyre.proto.group import Member, Span
-from opengyre.proto.traj import Call, Ended, Progressed, Started, TrajEvent
+from opengyre.proto.traj import Call, Ended, Forked, Progressed, Started, TrajEvent
 from opengyre.trajectory.assemble import Assembled, LogEvent, NotWholeError, assemble
+from opengyre.trajectory.lanes import UNSCORED, Lanes, lanes_of, why_unscored
 from opengyre.trajectory.progress import measured, potentials
 from opengyre.trajectory.tree import draw
 from opengyre.trees import Node, Path
@@ -52,7 +60,11 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
     log = sorted(own, key=lambda event: (event.index, event.attempt))
     ordered = [event for event in log if isinstance(event, Call)]
     sampling = started.dispatch.sampling
-    drawn = draw(ordered, sampling, started.dispatch.seed, started.vocabulary)
+    lanes = lanes_of(log)
+    kept = ordered if lanes is None or member is None else list(lanes.kept(ordered))
+    names = {call.call for call in kept}
+    unscored = [call for call in ordered if call.call not in names]
+    drawn = draw(kept, sampling, started.dispatch.seed, started.vocabulary)
     tree, chosen = drawn.tree, drawn.chosen
     judged = member is not None and member.judged
     paths = tuple(_path(path, judged=judged) for path in chosen.paths) if member is not None else ()
@@ -81,8 +93,8 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
         baseline=ready.baseline if ready is not None else None,
         scale=ready.scale if ready is not None else None,
         late=score.late if score is not None else False,
-        calls=figures.calls + drawn.refused.get("conflicting_call", 0),
-        events=figures.events,
+        calls=figures.calls + drawn.refused.get("conflicting_call", 0) + len(unscored),
+        events=figures.events + sum(len(call.sampled_ids) for call in unscored),
         path_tokens=figures.path_tokens,
         unique_nodes=figures.unique_nodes,
         leaves=figures.leaves,
@@ -90,7 +102,7 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
         trained_tokens=sum(path.trained_tokens for path in paths),
         masked_tokens=sum(path.masked_tokens for path in paths),
         left_out=chosen.left_out if member is not None else {},
-        refused=drawn.refused,
+        refused=drawn.refused | ({UNSCORED: len(unscored)} if unscored else {}),
         transitions=figures.transitions,
         diagnoses=figures.diagnoses,
         j_max=sampling.j_max,
@@ -98,9 +110,12 @@ def explain(execution: str, events: Sequence[LogEvent]) -> ExplainReport:
         per_call=(
             *(_placed(told, node, drawn.calls[node.call], drawn.roles[node.call]) for node in tree.nodes),
             *(_lost(drawn.calls[name], reason) for name, reason in tree.lost.items() if name in drawn.calls),
+            *(_lost(call, UNSCORED) for call in unscored),
         ),
         credit=dispatch.scoring.credit,
         progress=tuple(_progress(event) for event in log if isinstance(event, Progressed)),
+        forked_at=next((event.turn for event in log if isinstance(event, Forked)), None),
+        lanes=_lanes(lanes, ordered, told) if lanes is not None else (),
     )
 
 
@@ -157,6 +172,27 @@ def _progress(event: Progressed) -> ExplainedProgress:
     )  # fmt: skip
 
 
+def _lanes(lanes: Lanes, calls: Sequence[Call], told: _Told) -> tuple[ExplainedLane, ...]:
+    scores = lanes.scores
+    found = []
+    for lane, verdict in lanes.verdicts.items():
+        own = [call for call in calls if call.lane == lane]
+        span = next((told.spans[call.call] for call in own if call.call in told.spans), None)
+        found.append(
+            ExplainedLane(
+                lane=lane,
+                calls=len(own),
+                tokens=sum(len(call.sampled_ids) for call in own),
+                score=scores.get(lane),
+                advantage=span.advantage if span is not None else None,
+                weight=span.weight if span is not None else None,
+                end_reason=verdict.reason if verdict is not None else None,
+                unscored=why_unscored(verdict),
+            )
+        )
+    return tuple(found)
+
+
 def _placed(told: _Told, node: Node, call: Call, role: str) -> ExplainedCall:
     outcome: Outcome = "left_out"
     reason: str | None = "the bound on paths did not reach it"
@@ -188,6 +224,7 @@ def _placed(told: _Told, node: Node, call: Call, role: str) -> ExplainedCall:
         text=call.text[:TEXT],
         potential=told.potentials.get(node.call),
         advantage=None if span is None else told.advantage if own is None else own,
+        lane=call.lane,
     )
 
 
@@ -206,4 +243,5 @@ def _lost(call: Call, reason: str) -> ExplainedCall:
         outcome="refused",
         reason=reason,
         text=call.text[:TEXT],
+        lane=call.lane,
     )

@@ -9,6 +9,7 @@ has each prompt's new ids in `extra` instead.
 import datetime
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 
 from opengyre.formats.values import compact, decoded
 from opengyre.proto.base import Event
-from opengyre.proto.traj import Call, Ended, Part, Started, ToolResult, TrajEvent, Verified
+from opengyre.proto.traj import Call, Ended, Forked, Part, Started, ToolResult, TrajEvent, Verified
 from opengyre.trees import Builder, Given, Tree
 
 SCHEMA = "ATIF-v1.7"
@@ -37,9 +38,14 @@ class Recorded:
 class _Log:
     started: Started | None
     calls: tuple[tuple[float, Call], ...]
-    tools: dict[int, ToolResult]
-    """Turn -> its command."""
+    tools: dict[tuple[int | None, int], ToolResult]
+    """Lane (None: the trunk), turn along it -> its command."""
+    turns: dict[str, int]
+    """Call of a lane -> its turn along the lane, from the execution's begin; others have it themselves."""
     verified: Verified | None
+    """Of an execution without lanes."""
+    lanes: tuple[Verified, ...]
+    """Of each lane."""
     ended: Ended | None
 
 
@@ -52,11 +58,22 @@ def _sorted(log: Iterable[Recorded]) -> _Log:
     ordered = [events[place] for place in sorted(events)]
     last: dict[type, TrajEvent] = {type(event): event for _, event in ordered}
     started, verified, ended = last.get(Started), last.get(Verified), last.get(Ended)
+    calls = tuple((time, event) for time, event in ordered if isinstance(event, Call))
+    forked = next((event.turn for _, event in ordered if isinstance(event, Forked)), 0)
+    said: Counter[int] = Counter()
+    turns: dict[str, int] = {}
+    for _, call in calls:
+        if call.lane is not None:
+            turns[call.call] = forked + said[call.lane]
+            said[call.lane] += 1
+    verdicts = [event for _, event in ordered if isinstance(event, Verified) and event.lane is not None]
     return _Log(
         started=started if isinstance(started, Started) else None,
-        calls=tuple((time, event) for time, event in ordered if isinstance(event, Call)),
-        tools={event.turn: event for _, event in ordered if isinstance(event, ToolResult)},
-        verified=verified if isinstance(verified, Verified) else None,
+        calls=calls,
+        tools={(event.lane, event.turn): event for _, event in ordered if isinstance(event, ToolResult)},
+        turns=turns,
+        verified=verified if isinstance(verified, Verified) and not verdicts else None,
+        lanes=tuple(sorted(verdicts, key=lambda event: event.lane or 0)),
         ended=ended if isinstance(ended, Ended) else None,
     )
 
@@ -85,7 +102,7 @@ def atif_document(execution: str, log: Iterable[Recorded], version: str) -> dict
     before: str | None = None
     for place, (time, call) in enumerate(known.calls):
         follows = place + 1 == len(known.calls) or known.calls[place + 1][1].turn != call.turn
-        tool = known.tools.get(call.turn) if follows else None
+        tool = known.tools.get((call.lane, known.turns.get(call.call, call.turn))) if follows else None
         steps.append(_step(call, time, tool, lengths.get(call.call), prompts.get(call.call), before))
         before = call.call
     for number, step in enumerate(steps, 1):
@@ -115,15 +132,30 @@ def atif_document(execution: str, log: Iterable[Recorded], version: str) -> dict
 def _facts(known: _Log) -> dict[str, Any]:
     dispatch = known.started.dispatch if known.started is not None else None
     parts = known.verified.parts if known.verified is not None else ()
+    lanes = [{"lane": one.lane, **_verdict(one)} for one in known.lanes]
+    scores = [one["verified_score"] for one in lanes if one["verified_score"] is not None]
+    whole = math.fsum(scores) / len(scores) if scores else None
     return {
         "run": dispatch.run if dispatch is not None else None,
         "group": dispatch.group if dispatch is not None else None,
         "task": dispatch.task.task if dispatch is not None else None,
         "version": dispatch.version if dispatch is not None else None,
         "end_reason": known.ended.reason if known.ended is not None else None,
-        "verified_score": score(parts),
+        "verified_score": whole if lanes else score(parts),
         "infra_error": known.verified.infra_error if known.verified is not None else None,
         "parts": msgspec.to_builtins(parts),
+        **({"lanes": lanes} if lanes else {}),
+    }
+
+
+def _verdict(verified: Verified) -> dict[str, Any]:
+    """Of a lane."""
+    failed = verified.infra_error is not None or verified.reason == "infra"
+    return {
+        "end_reason": verified.reason,
+        "verified_score": None if failed else score(verified.parts),
+        "infra_error": verified.infra_error,
+        "parts": msgspec.to_builtins(verified.parts),
     }
 
 
@@ -156,6 +188,8 @@ def _step(
         "hosts": list(call.hosts),
         "duration_s": call.duration_s,
     }
+    if call.lane is not None:
+        extra["lane"] = call.lane
     if call.parent != before:
         extra["parent"] = call.parent
     if ids is None:
@@ -189,15 +223,18 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def rows(execution: str, log: Iterable[Recorded]) -> list[dict[str, Any]]:
-    """An execution as rows of a table, one a call; columns as in `COLUMNS`."""
+    """An execution as rows of a table, one a call; columns as in `COLUMNS`. A lane's calls have the verdict on it."""
     known = _sorted(log)
     facts = _facts(known)
-    parts = compact(facts.pop("parts"))
+    whole = {"parts": facts.pop("parts")}
+    verdicts: dict[int | None, dict[str, Any]] = {one.pop("lane"): one for one in facts.pop("lanes", [])}
     return [
         {
             **facts,
+            **(verdict := verdicts.get(call.lane, whole)),
+            "parts": compact(verdict["parts"]),
             "execution": execution,
-            "parts": parts,
+            "lane": call.lane,
             "call": call.call,
             "index": call.index,
             "turn": call.turn,
@@ -224,7 +261,7 @@ def rows(execution: str, log: Iterable[Recorded]) -> list[dict[str, Any]]:
 COLUMNS = {
     "run": "string", "group": "string", "execution": "string", "task": "string", "version": "int64",
     "end_reason": "string", "verified_score": "float64", "infra_error": "string", "parts": "string",
-    "call": "string", "index": "int64", "turn": "int64", "parent": "string", "prefix_tokens": "int64",
+    "lane": "int64", "call": "string", "index": "int64", "turn": "int64", "parent": "string", "prefix_tokens": "int64",
     "prompt_ids": "list<int32>", "sampled_ids": "list<int32>", "logprobs": "list<float64>", "versions": "list<int64>",
     "temperature": "float64", "finish_reason": "string", "text": "string", "hosts": "list<string>",
     "duration_s": "float64", "parked_s": "float64", "time": "float64",
