@@ -13,7 +13,7 @@ from opengyre.gateway import examples, models
 from opengyre.gateway.deps import is_unicode
 from opengyre.gateway.problems import Problem, of_validation, response
 from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec, Sampling
-from opengyre.proto.task import Check, TaskSpec
+from opengyre.proto.task import Artifact, Check, Healthcheck, TaskEnvironment, TaskSpec, TaskStep, TaskTests
 from opengyre.proto.task_rules import InvalidTaskError, validate_task
 
 SUBMISSION: TypeAdapter[Any] = TypeAdapter(models.Submission)
@@ -42,6 +42,11 @@ def problem_of(document: Any, kind: Any = SUBMISSION) -> Problem:
     [
         (models.CheckIn, Check, set()),
         (models.TaskFields, TaskSpec, set()),
+        (models.EnvironmentIn, TaskEnvironment, set()),
+        (models.TestsIn, TaskTests, set()),
+        (models.StepIn, TaskStep, set()),
+        (models.HealthcheckIn, Healthcheck, set()),
+        (models.ArtifactIn, Artifact, set()),
         (models.DispatchIn, Dispatch, set()),
         (models.HarnessIn, Harness, set()),
         (models.OptimizationIn, Optimization, set()),
@@ -59,6 +64,8 @@ def test_a_model_mirrors_its_struct(model: type[models.Input], struct: type[msgs
         ours = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         if isinstance(ours, msgspec.Struct):
             ours, theirs = msgspec.to_builtins(ours), theirs.model_dump()
+        elif isinstance(ours, tuple | bytes):  # JSON has lists, and base64
+            ours = list(ours) if isinstance(ours, tuple) else msgspec.to_builtins(ours)
         if field.name != "checks":  # the struct allows a task without checks, the API does not
             assert theirs == ours, field.name
 

@@ -14,9 +14,18 @@ from opengyre.gateway.status import gauges_of, waits_of
 from opengyre.gateway.tasks import refusal
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
-from opengyre.proto.run import RunSpec
+from opengyre.proto.run import Branching, Harness, RunSpec, Scoring
 from opengyre.proto.service import ServiceStatus, Wait
-from opengyre.proto.task import Check, GroupConsumed, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
+from opengyre.proto.task import (
+    Check,
+    GroupConsumed,
+    GroupScored,
+    TaskAdmitted,
+    TaskSpec,
+    TaskStep,
+    TaskSubmitted,
+    TaskTests,
+)
 from opengyre.proto.traj import Bulk, Call, Part, VersionSpan
 
 SPEC = TaskSpec(task="t", instruction="x", checks=(Check(name="a", command="true", weight=1.0),), repeat=2)
@@ -178,3 +187,15 @@ def test_a_finished_run_takes_tasks_that_evaluate_it_and_a_stopped_one_none() ->
     assert refusal(finished, [evaluate]) is None
     assert "purpose evaluate" in (refusal(finished, [evaluate, SPEC]) or "")
     assert "stopped" in (refusal(stopped, [evaluate]) or "")
+
+
+def test_a_task_of_steps_is_refused_where_the_run_branches_or_measures_progress() -> None:
+    step = TaskStep(name="s", instruction="x", tests=TaskTests(archive=b"x"))
+    task = TaskSpec(task="t", instruction="x", steps=(step,))
+    run = RunSpec(run="r", model="m")
+    assert refusal(run, [SPEC, task]) is None
+    branching = msgspec.structs.replace(run, harness=Harness(branching=Branching(turn=1)))
+    along = msgspec.structs.replace(run, scoring=Scoring(progress_every=1))
+    for other, field in ((branching, "harness.branching"), (along, "scoring.progress_every")):
+        assert refusal(other, [SPEC]) is None
+        assert f"task t has steps and run r sets {field}" in (refusal(other, [SPEC, task]) or "")

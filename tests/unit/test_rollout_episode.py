@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.run import Harness
-from opengyre.proto.task import TaskSpec
+from opengyre.proto.task import TaskEnvironment, TaskSpec, TaskStep, TaskTests
 from opengyre.proto.traj import (
     PROGRAM,
     AnyTrajEvent,
@@ -17,10 +17,12 @@ from opengyre.proto.traj import (
     Ended,
     EndReason,
     Forked,
+    Part,
     Progressed,
     Resumed,
     SandboxOpened,
     Started,
+    Stepped,
     Suspended,
     TakenOver,
     ToolResult,
@@ -60,6 +62,7 @@ def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
             "turn": index, "exec_id": "x", "command": "x", "exit_code": 0, "output": "", "output_bytes": 0,
             "timed_out": False, "duration_s": 0.5,
         },
+        Stepped: {"name": "s"},
         Forked: {"turn": 1, "copies": 2, "snapshot": "s"},
         Suspended: {"turn": 0},
         Resumed: {"turn": 0, "waited_s": 1.0},
@@ -75,8 +78,8 @@ def event(kind: type, index: int = 0, attempt: int = 0) -> EpisodeEvent:
 
 
 KINDS = (
-    Started, TakenOver, SandboxOpened, Forked, Call, ToolResult, Suspended, Resumed, Progressed, Verified, Ended,
-    AgentEnded, Released,
+    Started, TakenOver, SandboxOpened, Stepped, Forked, Call, ToolResult, Suspended, Resumed, Progressed, Verified,
+    Ended, AgentEnded, Released,
 )  # fmt: skip
 
 ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
@@ -85,6 +88,14 @@ ALLOWED: dict[Phase, dict[type, tuple[Phase, tuple[Effect, ...]]]] = {
         SandboxOpened: (Phase.ACTING, (Effect.RUN_AGENT,)),
         TakenOver: (Phase.OPENING, (Effect.OPEN_SANDBOX,)),
         AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),
+        Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
+        Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
+    },
+    Phase.PREPARING: {
+        TakenOver: (Phase.PREPARING, (Effect.PREPARE,)),
+        SandboxOpened: (Phase.PREPARING, ()),  # made again
+        Stepped: (Phase.ACTING, (Effect.RUN_AGENT,)),
+        AgentEnded: (Phase.VERIFYING, (Effect.VERIFY,)),  # the step cannot begin
         Verified: (Phase.ENDING, (Effect.CONCLUDE,)),
         Ended: (Phase.RELEASING, (Effect.RELEASE,)),  # given up
     },
@@ -150,6 +161,39 @@ def test_the_reason_outlives_its_writer() -> None:
     state = rebuild([event(Started), event(SandboxOpened), event(Verified)])  # type: ignore[list-item]  # events of the union, built or decoded
     assert (state.phase, state.reason) == (Phase.ENDING, "done")
     assert due(state) == (Effect.CONCLUDE,)
+
+
+STEPS = msgspec.structs.replace(
+    DISPATCH,
+    task=TaskSpec(
+        task="t",
+        instruction="do",
+        environment=TaskEnvironment(image="i"),
+        steps=tuple(
+            TaskStep(name=name, instruction=name, tests=TaskTests(archive=b"x"), min_reward=0.5)
+            for name in ("a", "b", "c")
+        ),
+    ),
+)
+
+
+def test_a_task_of_steps_prepares_each_of_them_and_counts_for_each_alone() -> None:
+    began = msgspec.structs.replace(event(Started), dispatch=STEPS)  # type: ignore[type-var]  # an event, of the union
+    state = rebuild([began, event(SandboxOpened)])  # type: ignore[list-item]  # events of the union, built or decoded
+    assert (state.phase, due(state), state.step) == (Phase.PREPARING, (Effect.PREPARE,), 0)
+    state = rebuild([began, event(SandboxOpened), event(Stepped), event(Call, 3)])  # type: ignore[list-item]  # as above
+    assert (state.phase, state.begun.calls, state.calls) == (Phase.ACTING, 0, 1)
+    parts = (Part(name="a.reward", weight=0.5, value=1.0),)
+    on = msgspec.structs.replace(event(Verified, 4), goes_on=True, parts=parts)  # type: ignore[type-var]  # as above
+    state, effects = advance(state, on)
+    assert (state.phase, effects, state.step, state.parts, state.reason) == (
+        Phase.PREPARING, (Effect.PREPARE,), 1, parts, None,
+    )  # fmt: skip
+    state, _ = advance(state, event(Stepped, 5))
+    assert (state.begun.calls, state.begun.active_s, state.begun.parked_s) == (1, 2.0, 1.0)
+    program = msgspec.structs.replace(event(ToolResult, 6), turn=PROGRAM, duration_s=4.0)  # type: ignore[type-var]  # as above
+    # The calls of the step before are not in this program's time, nor is their parking.
+    assert advance(state, program)[0].active_s == 6.0
 
 
 def verdict(index: int, lane: int, reason: EndReason) -> Verified:

@@ -26,6 +26,7 @@ from opengyre.proto.traj import (
     Resumed,
     SandboxOpened,
     Started,
+    Stepped,
     Suspended,
     TakenOver,
     ToolResult,
@@ -37,8 +38,8 @@ from opengyre.proto.weights import WeightsApplied, WeightsPublished, WeightsRefu
 AnyEvent = (
     TaskSubmitted | TaskAdmitted | GroupOverdue | GroupScored | GroupConsumed
     | EpisodeDispatch
-    | Started | TakenOver | SandboxOpened | Forked | Call | ToolResult | Suspended | Resumed | Progressed | Verified
-    | Ended | Overdue
+    | Started | TakenOver | SandboxOpened | Forked | Stepped | Call | ToolResult | Suspended | Resumed | Progressed
+    | Verified | Ended | Overdue
     | GroupReady
     | Opened | Joined | Contributed | Left | Committed | RunFinished
     | WeightsPublished | WeightsApplied | WeightsRefused

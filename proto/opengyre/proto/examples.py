@@ -20,6 +20,7 @@ from opengyre.proto.traj import (
     Resumed,
     SandboxOpened,
     Started,
+    Stepped,
     Suspended,
     TakenOver,
     ToolResult,
@@ -110,6 +111,7 @@ def examples() -> list[Event]:
             **_AT,
         ),
         TakenOver(index=6, replica="r2", **_AT_1),
+        Stepped(index=11, step=1, name="second", **_AT_1),
         Forked(index=10, turn=1, copies=2, snapshot="demo-g000012-e03-fork", **_AT_1),
         Progressed(
             index=7,

@@ -33,6 +33,8 @@ class TrajEvent(Event, frozen=True, kw_only=True):
     """Place in the execution's log, from 0, without gaps."""
     attempt: int
     """Which writer, from 0."""
+    step: int | None = None
+    """Which of its task's steps it belongs to, from 0. None: the task has none."""
 
     def event_id(self) -> str:
         return f"traj-{self.execution}-{self.index}-{self.attempt}"
@@ -81,6 +83,13 @@ class Forked(TrajEvent, frozen=True, kw_only=True, tag="traj.forked.v1"):
     """Lanes, numbered from 0."""
     snapshot: str | None
     """Of the trunk's sandbox, on its node; None where it could not be taken: the lanes' are made from the log."""
+
+
+class Stepped(TrajEvent, frozen=True, kw_only=True, tag="traj.stepped.v1"):
+    """A step of the task begins: what comes with it is in the sandbox, and the agent is told its instruction."""
+
+    name: str
+    """The step's."""
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
@@ -286,6 +295,9 @@ class Verified(TrajEvent, frozen=True, kw_only=True, tag="traj.verified.v1"):
     detail: str | None = None
     lane: int | None = None
     """Whose work it is; None: the execution has no lanes."""
+    goes_on: bool = False
+    """Of a step, after which the next one begins: `parts` are those of the steps so far, with their shares of the whole
+    score. Without it, they are those of all steps."""
 
 
 class Ended(TrajEvent, frozen=True, kw_only=True, tag="traj.ended.v1"):
@@ -317,6 +329,7 @@ AnyTrajEvent = (
     | TakenOver
     | SandboxOpened
     | Forked
+    | Stepped
     | Call
     | ToolResult
     | Suspended

@@ -66,6 +66,17 @@ _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 Archive = Annotated[str, Field(pattern=_BASE64, description="a tar archive, compressed by gzip, as base64")]
 
 
+class HealthcheckIn(Input):
+    """A command that succeeds once a sandbox is ready."""
+
+    command: str
+    interval_s: float = 5.0
+    timeout_s: float = 30.0
+    start_period_s: float = 0.0
+    start_interval_s: float = 5.0
+    retries: int = Field(default=3, ge=1, le=task_rules.MAX_RETRIES)
+
+
 class EnvironmentIn(Input):
     """An image, or a Dockerfile and its context."""
 
@@ -79,6 +90,14 @@ class EnvironmentIn(Input):
     cpus: float | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
+    healthcheck: HealthcheckIn | None = None
+
+
+class ArtifactIn(Input):
+    """What of the agent's sandbox a verifier in an environment of its own is given."""
+
+    source: str
+    exclude: list[str] = []
 
 
 class CollectIn(Input):
@@ -94,17 +113,32 @@ class TestsIn(Input):
 
     __test__: ClassVar[bool] = False  # pytest collects classes of this name
 
-    archive: Archive = Field(description="the content of /tests: tar.gz, as base64")
+    archive: Archive = Field(default="", description="the content of /tests: tar.gz, as base64")
     command: str = "/tests/test.sh"
     timeout_s: float = 600.0
     env: dict[str, str] = {}
     user: str | None = None
     separate: bool = False
+    environment: EnvironmentIn | None = Field(default=None, description="of the tests alone")
+    artifacts: list[ArtifactIn] = []
     collect: list[CollectIn] = []
     parser: Literal["rewards", "pytest"] = "rewards"
     baseline: int = Field(default=0, ge=0, le=1 << 31)
     weights: dict[str, float] = {}
     score: Literal["rewards", "progress"] = "rewards"
+
+
+class StepIn(Input):
+    """One of several steps, one after the other in the same sandbox."""
+
+    name: str = Field(min_length=1, max_length=task_rules.MAX_NAME)
+    instruction: str = Field(min_length=1, max_length=task_rules.MAX_TEXT)
+    tests: TestsIn
+    files: Archive = ""
+    setup: str | None = None
+    healthcheck: HealthcheckIn | None = None
+    time_budget_s: float | None = Field(default=None, ge=task_rules.MIN_TIME_BUDGET_S, le=task_rules.MAX_TIME_BUDGET_S)
+    min_reward: float | dict[str, float] | None = None
 
 
 class TaskFields(Input):
@@ -116,6 +150,12 @@ class TaskFields(Input):
     checks: list[CheckIn] = Field(default=[], max_length=task_rules.MAX_CHECKS, description="or else tests")
     environment: EnvironmentIn | None = None
     tests: TestsIn | None = Field(default=None, description="A verifier that is a program, or else checks")
+    steps: list[StepIn] = Field(
+        default=[],
+        max_length=task_rules.MAX_STEPS,
+        description="each with its own verifier, instead of checks and tests",
+    )
+    reward: Literal["mean", "final"] = Field(default="mean", description="What steps make of their rewards")
     max_turns: int | None = Field(default=None, ge=1, le=task_rules.MAX_TURNS)
     time_budget_s: float | None = Field(default=None, ge=task_rules.MIN_TIME_BUDGET_S, le=task_rules.MAX_TIME_BUDGET_S)
     purpose: Literal["train", "evaluate"] = "train"

@@ -72,6 +72,9 @@ async def pending_tasks(deps: Deps, run: str) -> int:
 
 def refusal(run: RunSpec, specs: list[TaskSpec]) -> str | None:
     """Why `run` takes no such tasks now; None if it does."""
+    stepped = next((spec.task for spec in specs if spec.steps), None)
+    if stepped is not None and (field := _not_with_steps(run)) is not None:
+        return f"task {stepped} has steps and run {run.run} sets {field}; allowed are tasks without steps there"
     if run.state == "active":
         return None
     if run.state == "finished":
@@ -79,6 +82,13 @@ def refusal(run: RunSpec, specs: list[TaskSpec]) -> str | None:
         allowed = "allowed are tasks with purpose evaluate"
         return f"run {run.run} is finished and task {trained} is to be trained; {allowed}" if trained else None
     return f"run {run.run} is stopped; tasks are accepted while a run is active, or to evaluate a finished one"
+
+
+def _not_with_steps(run: RunSpec) -> str | None:
+    """The setting of a run that a task of several steps cannot have."""
+    if run.harness.branching is not None:
+        return "harness.branching"
+    return "scoring.progress_every" if run.scoring.progress_every is not None else None
 
 
 def _stored_spec(stored: Stored | None) -> TaskSpec | None:

@@ -178,7 +178,11 @@ async def _count(recorder: Recorder, request: Request) -> Response:
 async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Response:
     lane = _lane(recorder, request.headers.get(LANE_HEADER))
     salt = request.headers.get("idempotency-key", "")
-    ask = dialect.parse(await _body(request), salt if lane is None else f"lane {lane} {salt}")
+    if lane is not None:
+        salt = f"lane {lane} {salt}"
+    elif recorder.step:
+        salt = f"step {recorder.step} {salt}"
+    ask = dialect.parse(await _body(request), salt)
     ask = dataclasses.replace(ask, lane=lane)
     if ask.stream:
         choices = await recorder.begin(ask)

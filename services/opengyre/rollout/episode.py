@@ -8,6 +8,9 @@
                                                FORKED ---> ENDING --Ended--> RELEASING --Released--> OVER
                                                  Verified, of the last lane
 
+Of a task of several steps, SandboxOpened leads to PREPARING, and so does Verified after which it goes on; from there
+Stepped leads to ACTING, and AgentEnded, where the step cannot begin, to VERIFYING.
+
 A synthetic execution goes from NEW to ACTING. `Ended` also comes from any phase before ENDING: the execution was given
 up, and goes to RELEASING. A sandbox that was lost and made again, and a measurement of progress, change no phase.
 
@@ -18,7 +21,7 @@ runs the agent again from its recorded turns, and the agent ends again by itself
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.traj import (
@@ -28,15 +31,18 @@ from opengyre.proto.traj import (
     Ended,
     EndReason,
     Forked,
+    Part,
     Progressed,
     Resumed,
     SandboxOpened,
     Started,
+    Stepped,
     Suspended,
     TakenOver,
     ToolResult,
     Verified,
 )
+from opengyre.rollout.steps import Begun
 
 
 class Phase(enum.Enum):
@@ -44,6 +50,7 @@ class Phase(enum.Enum):
 
     NEW = "new"
     OPENING = "opening"
+    PREPARING = "preparing"
     ACTING = "acting"
     SUSPENDED = "suspended"
     FORKED = "forked"
@@ -57,6 +64,7 @@ class Effect(enum.Enum):
     """What has to be done next."""
 
     OPEN_SANDBOX = "open_sandbox"
+    PREPARE = "prepare"
     RUN_AGENT = "run_agent"
     RUN_LANES = "run_lanes"
     VERIFY = "verify"
@@ -70,6 +78,8 @@ class AgentEnded:
 
     reason: EndReason
     detail: str | None = None
+    unjudged: bool = False
+    """Not by its own doing: there is nothing to be judged."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,14 @@ class Episode:
     """What measuring took: the agent waited for it, and does not pay."""
     reason: EndReason | None = None
     detail: str | None = None
+    unjudged: bool = False
+    """The agent's end leaves nothing to be judged."""
+    step: int = 0
+    """Of a task of several, the one that it is at."""
+    begun: Begun = field(default_factory=Begun)
+    """Of that step."""
+    parts: tuple[Part, ...] = ()
+    """Of the steps before."""
     forked: Forked | None = None
     lanes: tuple[SandboxOpened | None, ...] = ()
     """Of each lane, its sandbox."""
@@ -114,6 +132,7 @@ class Episode:
 
 _DUE: dict[Phase, tuple[Effect, ...]] = {
     Phase.OPENING: (Effect.OPEN_SANDBOX,),
+    Phase.PREPARING: (Effect.PREPARE,),
     Phase.ACTING: (Effect.RUN_AGENT,),
     Phase.SUSPENDED: (Effect.RUN_AGENT,),
     Phase.FORKED: (Effect.RUN_LANES,),
@@ -137,7 +156,8 @@ def _started(state: Episode, event: EpisodeEvent) -> Episode:
 
 def _opened(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, SandboxOpened)
-    return replace(state, sandbox=event, phase=Phase.ACTING)
+    steps = state.dispatch is not None and state.dispatch.task.steps
+    return replace(state, sandbox=event, phase=Phase.PREPARING if steps else Phase.ACTING)
 
 
 def _reopened(state: Episode, event: EpisodeEvent) -> Episode:
@@ -173,6 +193,11 @@ def _lane_verified(state: Episode, event: EpisodeEvent) -> Episode:
     return replace(state, phase=Phase.ENDING, verdicts=verdicts, reason=reason, detail=told)
 
 
+def _stepped(state: Episode, _event: EpisodeEvent) -> Episode:
+    begun = Begun(state.calls, state.active_s, state.parked_s, state.measured_s)
+    return replace(state, phase=Phase.ACTING, begun=begun)
+
+
 def _progressed(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, Progressed)
     return replace(state, measured_at=event.turn, measured_s=state.measured_s + event.duration_s)
@@ -197,7 +222,9 @@ def _called(state: Episode, event: EpisodeEvent) -> Episode:
 def _ran(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, ToolResult)
     if event.turn == PROGRAM:  # The calls' times are in its own.
-        return replace(state, active_s=max(state.active_s, event.duration_s - state.parked_s - state.measured_s))
+        begun = state.begun
+        own_s = event.duration_s - (state.parked_s - begun.parked_s) - (state.measured_s - begun.measured_s)
+        return replace(state, active_s=max(state.active_s, begun.active_s + own_s))
     return replace(state, active_s=state.active_s + _share(state, event) * event.duration_s)
 
 
@@ -211,11 +238,13 @@ def _acting(state: Episode, _event: EpisodeEvent) -> Episode:
 
 def _agent_ended(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, AgentEnded)
-    return replace(state, phase=Phase.VERIFYING, reason=event.reason, detail=event.detail)
+    return replace(state, phase=Phase.VERIFYING, reason=event.reason, detail=event.detail, unjudged=event.unjudged)
 
 
 def _verified(state: Episode, event: EpisodeEvent) -> Episode:
     assert isinstance(event, Verified)
+    if event.goes_on:
+        return replace(state, phase=Phase.PREPARING, step=state.step + 1, parts=event.parts, reason=None, detail=None)
     return replace(state, phase=Phase.ENDING, reason=event.reason or state.reason, detail=event.detail or state.detail)
 
 
@@ -239,6 +268,12 @@ _TABLE: dict[tuple[Phase, type], Callable[[Episode, EpisodeEvent], Episode]] = {
     (Phase.OPENING, AgentEnded): _agent_ended,
     (Phase.OPENING, Verified): _verified,
     (Phase.OPENING, Ended): _ended,
+    (Phase.PREPARING, TakenOver): _same,
+    (Phase.PREPARING, SandboxOpened): _reopened,
+    (Phase.PREPARING, Stepped): _stepped,
+    (Phase.PREPARING, AgentEnded): _agent_ended,
+    (Phase.PREPARING, Verified): _verified,
+    (Phase.PREPARING, Ended): _ended,
     (Phase.ACTING, Call): _called,
     (Phase.ACTING, ToolResult): _ran,
     (Phase.ACTING, Suspended): _suspended,

@@ -54,6 +54,8 @@ class History:
     number: int | None = None
     """The lane whose line this is; None: all of the execution, whose own line is the trunk."""
     _results: dict[Place, ToolResult] = field(default_factory=dict)
+    _programs: dict[int, ToolResult] = field(default_factory=dict)
+    """Step -> how the agent program of it ended."""
     _lines: dict[int, "History"] = field(default_factory=dict)
     _by_id: dict[str, Call] = field(default_factory=dict)
     _by_request: dict[str, dict[int, Call]] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class History:
             if event.history_digest:
                 self._by_history[event.history_digest] = event
                 self._by_turn.setdefault(turn_of(message_of(event)), []).append(event)
+        elif isinstance(event, ToolResult) and event.turn == PROGRAM:
+            self._programs[event.step or 0] = event
         elif isinstance(event, ToolResult):
             self._results[event.lane, event.turn] = event
 
@@ -105,6 +109,7 @@ class History:
             self,
             calls=list(self.calls),
             _results=dict(self._results),
+            _programs=dict(self._programs),
             _by_id=dict(self._by_id),
             _by_request={request: dict(choices) for request, choices in self._by_request.items()},
             _by_history=dict(self._by_history),
@@ -116,10 +121,9 @@ class History:
         """The call that answered this very request."""
         return self._by_request.get(request_digest, {}).get(choice)
 
-    @property
-    def program(self) -> ToolResult | None:
-        """How the agent program ended."""
-        return self._results.get((None, PROGRAM))
+    def program(self, step: int = 0) -> ToolResult | None:
+        """How the agent program ended, that of a step where the task has several."""
+        return self._programs.get(step)
 
     def extended_by(self, digests: Sequence[str]) -> tuple[Call, int] | None:
         """The latest call that the messages with this chain continue, and how many of the messages it covers."""

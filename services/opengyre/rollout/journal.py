@@ -72,6 +72,8 @@ class Journal:
         """Sequence of the log's last event."""
         self.length = 0
         self.attempt = 0
+        self.step: int | None = None
+        """Of what is appended."""
         self.fenced = asyncio.Event()
 
     async def load(self, *, readable: bool = False) -> list[AnyTrajEvent]:
@@ -145,6 +147,7 @@ class Journal:
             execution=self._dispatch.execution,
             index=self.length,
             attempt=self.attempt,
+            step=self.step,
             **fields,
         )
         subject = self.scope[:-1] + tag_of(event).split(".")[1]

@@ -89,6 +89,10 @@ class Recorder:
     budget: TimeBudget
     before_call: Callable[[int], Awaitable[None]] | None = None
     """Awaited with a new call's number before it is sampled: the agent waits meanwhile."""
+    step: int = 0
+    """Of a task of several steps: the same request in another step is another one."""
+    earlier: int = 0
+    """Calls of the steps before, which are not of this one's turn budget."""
     spent: asyncio.Event = field(default_factory=asyncio.Event)
     refused: EndReason | None = None
     """The budget that first refused a call."""
@@ -157,7 +161,8 @@ class Recorder:
             return missing
         if self._closed:
             raise ApiError(503, "This execution has ended.", kind="server_error")
-        if len(self.history.calls) + len(self._under_way) + new > most_calls(self.dispatch):
+        calls = len(self.history.calls) - self.earlier
+        if calls + len(self._under_way) + new > most_calls(self.dispatch):
             self._refuse("turn_budget")
             raise budget_spent("turn_budget")
         if self._under_way and len(self._under_way) + new > MAX_CALLS:

@@ -21,6 +21,7 @@ from opengyre.proto.sandbox import SandboxRef
 from opengyre.rollout import shell
 from opengyre.rollout.history import History
 from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxLostError
+from opengyre.rollout.steps import Stage, at, line_of
 
 log = logging.getLogger("gyre.rollout.restore")
 
@@ -35,23 +36,48 @@ def name_of(line: str, attempt: int, number: int) -> str:
 
 
 async def restored(
-    sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str, name: str
+    sandboxes: Sandboxes, dispatch: EpisodeDispatch, history: History, owner: str, name: str, stage: Stage | None = None
 ) -> SandboxRef:
     """A new sandbox of that name in the state that the history's line left; raises `SandboxLostError` naming the
-    command that did something else."""
+    command that did something else. `stage`: where a task of several steps is."""
     ref = await sandboxes.open(dispatch, owner, name)
     try:
         async with sandboxes.kept(lambda: ref, owner, at_once=False):
-            await _repeat(sandboxes, ref, dispatch, history)
+            if stage is None:
+                await _repeat(sandboxes, ref, dispatch, history, None)
+            else:
+                await _repeat_steps(sandboxes, ref, history, stage)
     except SandboxLostError:
         await sandboxes.destroy(ref)
         raise
     return ref
 
 
-async def _repeat(sandboxes: Sandboxes, ref: SandboxRef, dispatch: EpisodeDispatch, history: History) -> None:
+async def _repeat_steps(sandboxes: Sandboxes, ref: SandboxRef, history: History, stage: Stage) -> None:
+    """Each step as it was: what came with it, its commands, and its evaluation, as that ends what was left running and
+    may change files. What the evaluation says now is of no account."""
+    execution, task = stage.dispatch.execution, stage.dispatch.task
+    for step in range(stage.step + 1):
+        line = line_of(execution, step)
+        if step < stage.step or stage.prepared:
+            fault = await sandboxes.prepare(ref, line, task.steps[step])
+            if fault is not None:
+                raise SandboxLostError(f"the sandbox is gone, and step {step} cannot begin in a new one: {fault}")
+        now = at(stage.dispatch, step)
+        await _repeat(sandboxes, ref, now, history, step)
+        if step < stage.step:
+            try:
+                await sandboxes.verify(ref, now, f"{line}-again", now.scoring.grading)
+            except InvalidCommandError as error:
+                raise SandboxLostError(f"the sandbox is gone, and step {step} is not judged again: {error}") from error
+
+
+async def _repeat(
+    sandboxes: Sandboxes, ref: SandboxRef, dispatch: EpisodeDispatch, history: History, step: int | None
+) -> None:
     harness = dispatch.harness
-    recorded = [turn.result for turn in history.turns() if turn.result is not None]
+    turns = [turn for turn in history.turns() if turn.call.step == step]
+    recorded = [turn.result for turn in turns if turn.result is not None]
     for result in recorded:
         try:
             again = await sandboxes.execute(ref, result.exec_id, result.command, harness.command_timeout_s)

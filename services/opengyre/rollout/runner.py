@@ -13,6 +13,7 @@ Awaits: `run` is woken by the end of the drive, by `stopping`, or by the journal
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -30,10 +31,11 @@ from opengyre.proto.traj import (
     Forked,
     Progressed,
     SandboxOpened,
+    Stepped,
     ToolResult,
     Verified,
 )
-from opengyre.rollout import lanes, shell, synthetic
+from opengyre.rollout import lanes, shell, steps, synthetic
 from opengyre.rollout.agent import Agent, ChatClient, ShellAgent, SyntheticAgent
 from opengyre.rollout.budget import BudgetSpentError, TimeBudget
 from opengyre.rollout.episode import AgentEnded, Effect, Episode, EpisodeEvent, Phase, Released, advance, due, rebuild
@@ -72,6 +74,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.journal = Journal(self.station.bus, self.station.waits, self.dispatch, self.station.blobs)
         self._measuring = asyncio.Lock()
+        self._budget = self._budget_of_now()
         self._renderer: Renderer | None = None
         self._trunk: Workspace | None = None
 
@@ -110,15 +113,16 @@ class Runner:
         before = await self.journal.load()
         self.state = rebuild(before)
         self.history = History.of(before)
+        self._name_step()
         if self.state.phase is Phase.RELEASING:
             log.info("%s has ended already", self.dispatch.execution)
             effects = due(self.state)
         else:
             effects = self._take(await self.journal.begin(self.station.replica, self._renderer.vocab_size))
-        budget = TimeBudget(shell.time_budget_s(self.dispatch), self.state.active_s)
+        self._budget = self._budget_of_now()
         pending = list(effects)
         while pending:
-            for event in await self._perform(pending.pop(0), budget):
+            for event in await self._perform(pending.pop(0), self._budget):
                 pending.extend(self._take(event))
         assert self.state.phase is Phase.OVER, self.state.phase
 
@@ -126,7 +130,28 @@ class Runner:
         self.state, effects = advance(self.state, event)
         if isinstance(event, Call | ToolResult):
             self.history.take(event)
+        self._name_step()
+        if isinstance(event, Stepped):
+            self._budget = self._budget_of_now()
         return effects
+
+    @property
+    def _now(self) -> EpisodeDispatch:
+        """The dispatch, as that of the step alone that the task is at."""
+        return steps.at(self.dispatch, self.state.step)
+
+    def _name_step(self) -> None:
+        if self.dispatch.task.steps:
+            self.journal.step = self.state.step
+
+    def _budget_of_now(self) -> TimeBudget:
+        return TimeBudget(shell.time_budget_s(self._now), self.state.active_s - self.state.begun.active_s)
+
+    def _stage(self) -> steps.Stage | None:
+        if not self.dispatch.task.steps:
+            return None
+        prepared = self.state.phase is not Phase.PREPARING
+        return steps.Stage(self.dispatch, self.state.step, self.state.begun.calls, self.state.parts, prepared)
 
     async def _record(self, kind: Callable[..., AnyTrajEvent], /, **fields: Any) -> AnyTrajEvent:
         """Store an event of the running agent, which asks for nothing by itself."""
@@ -139,6 +164,8 @@ class Runner:
         match effect:
             case Effect.OPEN_SANDBOX:
                 return [await self._open()]
+            case Effect.PREPARE:
+                return [await self._prepare()]
             case Effect.RUN_AGENT:
                 return [await self._run_agent(budget)]
             case Effect.RUN_LANES:
@@ -152,16 +179,20 @@ class Runner:
 
     def _workspace(self) -> Workspace:
         """The sandbox of the trunk."""
+        stage = self._stage()
         if self._trunk is None:
             self._trunk = Workspace(
-                self.dispatch,
+                self._now,
                 self.station.sandboxes,
                 self.station.replica,
                 self.journal,
                 self.history,
                 self._record,
                 opened=self.state.sandbox,
+                stage=stage,
             )
+        elif self._trunk.stage != stage:
+            self._trunk = dataclasses.replace(self._trunk, dispatch=self._now, stage=stage)
         return self._trunk
 
     async def _open(self) -> EpisodeEvent:
@@ -170,6 +201,17 @@ class Runner:
         except (SandboxLostError, InvalidCommandError) as error:
             return AgentEnded("infra", f"no sandbox: {error}")
         return await self.journal.append(SandboxOpened, sandbox=ref.sandbox, node=ref.node, isolated=ref.isolated)
+
+    async def _prepare(self) -> EpisodeEvent:
+        """Make the sandbox ready for the step, and begin it."""
+        if self.journal.attempt > 0:
+            lost = await self._workspace().find_again()
+            if lost is not None:
+                return lost
+        end = await self._workspace().prepare()
+        if end is not None:
+            return end
+        return await self.journal.append(Stepped, name=self.dispatch.task.steps[self.state.step].name)
 
     async def _release(self) -> Released:
         held = {opened.sandbox: opened for opened in (self.state.sandbox, *self.state.lanes) if opened is not None}
@@ -208,9 +250,17 @@ class Runner:
         """The execution's endpoint, open for as long as the block lasts."""
         assert self._renderer is not None
         recorder = Recorder(
-            self.dispatch, self.journal.attempt, self.history, self._renderer, self.station.router, self._record, budget
+            self._now,
+            self.journal.attempt,
+            self.history,
+            self._renderer,
+            self.station.router,
+            self._record,
+            budget,
+            step=self.state.step,
+            earlier=self.state.begun.calls,
         )
-        verified = self.dispatch.task.checks or self.dispatch.task.tests is not None
+        verified = self._now.task.checks or self._now.task.tests is not None
         if self.dispatch.scoring.progress_every is not None and verified and not self.synthetic:
             recorder.before_call = lambda _number: self._measure(budget)
         client = ChatClient(
@@ -274,13 +324,14 @@ class Runner:
         async def run_command(turn: int, command: str) -> str:
             return await trunk.run_command(turn, command, recorder.budget)
 
-        return ShellAgent(self.dispatch, client, run_command, trunk.steps()), trunk.kept()
+        return ShellAgent(trunk.dispatch, client, run_command, trunk.steps()), trunk.kept()
 
     def _program(self, client: ChatClient, recorder: Recorder) -> ProgramAgent:
         sandboxes, ref, execution = self.station.sandboxes, self._workspace().ref(), self.dispatch.execution
         port = port_of(execution, isolated=ref.isolated)
-        command = command_of(self.dispatch, port, client.key)
-        exec_id = f"{execution}-program"
+        command = command_of(self._now, port, client.key)
+        step = self.state.step
+        exec_id = f"{steps.line_of(execution, step)}-program"
 
         async def start() -> ExecResult:
             return await sandboxes.run_program(ref, exec_id, command, MAX_S)
@@ -289,7 +340,7 @@ class Runner:
             await sandboxes.forward(ref, port, self.station.url)
 
         async def finished(result: ExecResult) -> None:
-            if self.history.program is None:
+            if self.history.program(step) is None:
                 await self._record(
                     ToolResult,
                     turn=PROGRAM,
@@ -305,7 +356,7 @@ class Runner:
         return ProgramAgent(start, forward, finished, recorder)
 
     async def _verify(self) -> EpisodeEvent:
-        end = AgentEnded(self.state.reason or "agent_error", self.state.detail)
+        end = AgentEnded(self.state.reason or "agent_error", self.state.detail, self.state.unjudged)
         if self.state.sandbox is not None:
             return await self._workspace().graded(end)
         if self.synthetic:
@@ -329,7 +380,7 @@ class Runner:
             detail=self.state.detail,
             turns=self.state.calls,
             sampled_tokens=self.state.sampled_tokens,
-            duration_s=max(budget.spent_s, self.state.active_s) + self.state.parked_s,
+            duration_s=max(self.state.begun.active_s + budget.spent_s, self.state.active_s) + self.state.parked_s,
             members=self.dispatch.members,
         )
         metrics.EPISODES_ENDED.labels(reason).inc()

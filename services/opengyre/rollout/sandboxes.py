@@ -25,6 +25,8 @@ from opengyre.proto.sandbox import (
     ExecResult,
     ForwardRequest,
     ForwardResult,
+    PrepareRequest,
+    PrepareResult,
     RenewRequest,
     SandboxInfo,
     SandboxRef,
@@ -41,6 +43,7 @@ from opengyre.proto.sandbox_trees import (
     SnapshotInfo,
     SnapshotRequest,
 )
+from opengyre.proto.task import TaskStep
 from opengyre.shared.bus import Bus, RpcFailedError, RpcUnavailableError, call
 from opengyre.shared.settings import RolloutSettings, SandboxSettings
 from opengyre.shared.waits import Waits
@@ -56,6 +59,8 @@ FAULTS = 5
 LOOK_S = 2.0
 ABSENT = 2
 """After so many looks that do not find a program running, its answer is asked for again."""
+SETUP_S = 600.0
+"""As long as a step's setup may take."""
 OUTPUT_LIMIT = 64 << 10
 
 Reply = TypeVar("Reply")
@@ -163,6 +168,24 @@ class Sandboxes:
             mode="separate" if apart else mode,
         )
         return await self._ask(ref.node, "verify", request, VerifyResult, verifying_s(dispatch) + MARGIN_S, faults=1)
+
+    async def prepare(self, ref: SandboxRef, prepare_id: str, step: TaskStep) -> str | None:
+        """Bring what comes with a step, once; why that cannot be, or None. Raises `SandboxLostError`."""
+        if not step.files and step.setup is None and step.healthcheck is None:
+            return None
+        request = PrepareRequest(
+            sandbox=ref.sandbox,
+            prepare_id=prepare_id,
+            files=step.files,
+            setup=step.setup,
+            healthcheck=step.healthcheck,
+        )
+        waiting = step.healthcheck.longest_s if step.healthcheck is not None else 0.0
+        try:
+            done = await self._ask(ref.node, "prepare", request, PrepareResult, SETUP_S + waiting + MARGIN_S)
+        except InvalidCommandError as error:
+            return str(error)
+        return done.fault
 
     async def snapshot(self, ref: SandboxRef, name: str) -> None:
         """Keep its files as they are now; raises `SandboxLostError`, or `InvalidCommandError` where its machine keeps

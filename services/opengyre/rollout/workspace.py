@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.sandbox import ExecResult, SandboxRef
 from opengyre.proto.traj import SandboxOpened, ToolResult, Verified
-from opengyre.rollout import restore, shell
+from opengyre.rollout import restore, shell, steps
 from opengyre.rollout.budget import TimeBudget
 from opengyre.rollout.episode import AgentEnded
 from opengyre.rollout.evaluation import Verdict
@@ -23,6 +23,7 @@ from opengyre.rollout.history import History
 from opengyre.rollout.journal import Journal
 from opengyre.rollout.recorder import Record
 from opengyre.rollout.sandboxes import InvalidCommandError, Sandboxes, SandboxFaultError, SandboxLostError
+from opengyre.rollout.steps import Stage, line_of
 
 log = logging.getLogger("gyre.rollout.workspace")
 
@@ -43,6 +44,8 @@ class Workspace:
     lane: int | None = None
     opened: SandboxOpened | None = None
     """By the log, or since."""
+    stage: Stage | None = None
+    """Of a task of several steps: `dispatch` is then of one step alone."""
     _remade: int = 0
 
     def __post_init__(self) -> None:
@@ -51,7 +54,14 @@ class Workspace:
     @property
     def name(self) -> str:
         """Of its line; begins the ids of all that is done in it."""
+        if self.stage is not None:
+            return line_of(self.dispatch.execution, self.stage.step)
         return self.dispatch.execution if self.lane is None else f"{self.dispatch.execution}-l{self.lane}"
+
+    @property
+    def earlier(self) -> int:
+        """Calls before the conversation that its agent is in."""
+        return self.stage.calls if self.stage is not None else 0
 
     def ref(self) -> SandboxRef:
         assert self.opened is not None
@@ -59,7 +69,7 @@ class Workspace:
 
     def steps(self) -> list[shell.Step]:
         """What a shell agent has behind it."""
-        turns = self.history.turns()
+        turns = self.history.turns()[self.earlier :]
         return [shell.Step(turn.call.text, turn.result.output if turn.result is not None else None) for turn in turns]
 
     def kept(self) -> AbstractAsyncContextManager[None]:
@@ -88,7 +98,11 @@ class Workspace:
         """A sandbox as the log says that the lost one was; raises `SandboxLostError`."""
         name = restore.name_of(self.name, self.journal.attempt, self._remade)
         self._remade += 1
-        await self.take(await restore.restored(self.sandboxes, self.dispatch, self.history, self.replica, name))
+        if self.stage is not None and self.stage.step and self.dispatch.harness.agent == "program":
+            raise SandboxLostError("the sandbox is gone, with what the agent program did in the steps before")
+        whole = self.dispatch if self.stage is None else self.stage.dispatch
+        ref = await restore.restored(self.sandboxes, whole, self.history, self.replica, name, self.stage)
+        await self.take(ref)
 
     async def recover(self, loss: SandboxLostError) -> None:
         """Make the sandbox again that was lost under us, or raise the loss: a program's would lack what it did."""
@@ -99,6 +113,24 @@ class Workspace:
         await self.make_again()
         if isinstance(loss, SandboxFaultError):  # it may be there still
             await self.sandboxes.destroy(old)
+
+    async def prepare(self) -> AgentEnded | None:
+        """Bring what comes with the step; its agent's end, where the step cannot begin."""
+        assert self.stage is not None
+        await self.journal.confirm()
+        async with self.kept():
+            while True:
+                try:
+                    fault = await self.sandboxes.prepare(self.ref(), self.name, self.stage.now)
+                except SandboxLostError as loss:
+                    try:
+                        await self.recover(loss)
+                    except SandboxLostError as error:
+                        return AgentEnded("infra", str(error))
+                    continue
+                if fault is None:
+                    return None
+                return AgentEnded("agent_error", f"step {self.stage.now.name}: {fault}", unjudged=True)
 
     async def _execute(self, exec_id: str, command: str, budget: TimeBudget) -> ExecResult:
         """Run a command, in the sandbox that is made again where it is lost, which is not the agent's time."""
@@ -115,6 +147,7 @@ class Workspace:
 
     async def run_command(self, turn: int, command: str, budget: TimeBudget) -> str:
         """Run the agent's command and record it; what the agent sees of it."""
+        turn += self.earlier
         harness = self.dispatch.harness
         exec_id = f"{self.name}-t{turn}"
         since = budget.spent_s
@@ -145,7 +178,7 @@ class Workspace:
         """What the work is worth that an agent which ended so has left: stored, not yet taken."""
         reason, detail = end.reason, end.detail
         said = Verdict(evaluations=0)
-        if reason == "infra":
+        if reason == "infra" or end.unjudged:
             said = Verdict(fault=detail or "the sandbox is gone", evaluations=0)
         elif self.dispatch.task.checks or self.dispatch.task.tests is not None:
             try:
@@ -153,9 +186,15 @@ class Workspace:
             except SandboxLostError as error:
                 reason, detail = "infra", str(error)
                 said = Verdict(fault=str(error))
+        parts, more = said.parts, False
+        if self.stage is not None and said.fault is None:
+            task, step = self.stage.dispatch.task, self.stage.step
+            more = steps.goes_on(task, step, said.parts, reason)
+            parts = steps.parts(task, step, self.stage.parts, said.parts, last=not more)
         return await self.journal.append(
             Verified,
-            parts=said.parts,
+            parts=parts,
+            goes_on=more,
             infra_error=said.fault,
             evaluations=said.evaluations,
             reason=reason,

@@ -151,8 +151,6 @@ def spec_of(task: TaskDirectory, outside: Mapping[str, str]) -> TaskSpec:
         if isinstance(value, str) and value:
             labels[key] = value[:96]
     first, several = task.steps[0], bool(task.config.steps)
-    if several:
-        raise TaskError(f"{task.path} has {len(task.steps)} steps; allowed in a run is one")
     spec = TaskSpec(
         task=task.identifier,
         instruction=_instruction(task, first),
