@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
+import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +16,8 @@ import pytest
 from opengyre.proto import subjects
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.run import Branching
-from opengyre.proto.sandbox import ExecRequest, ExecResult
+from opengyre.proto.sandbox import ExecRequest, ExecResult, VerifyRequest, VerifyResult
+from opengyre.proto.sandbox_trees import ForkRequest, ForkResult, SnapshotInfo, SnapshotRequest
 from opengyre.proto.service import ServiceStatus
 from opengyre.proto.task import Check
 from opengyre.proto.traj import AnyTrajEvent, Call, Ended, Forked, SandboxOpened, TakenOver, ToolResult, Verified
@@ -188,6 +192,97 @@ async def test_another_writer_continues_every_lane(stack: Stack, *, lost: bool) 
     assert (sandboxes.ran.count(f"{episode.execution}-t0") > 1) == lost
 
 
+POINTS = ("snapshot", "fork", "command", "verdict")
+"""Where executions stand when their writer is killed: before `Forked` is stored, before a lane has its sandbox, half
+way through a lane, with one lane verified."""
+
+
+class Holding:
+    """Stops each execution once, at its point, in what it asks of the sandbox node, until `go_on`."""
+
+    def __init__(self, stack: Stack, points: dict[str, str]) -> None:
+        """`points`: execution -> where it is stopped."""
+        self.held = {point: asyncio.Event() for point in points.values()}
+        self.go_on = asyncio.Event()
+        self._points = points
+        self._node = stack.sandboxes
+        self._answers = (self._node.snapshot, self._node.fork, self._node._run, self._node.verify)
+        self._node.snapshot, self._node.fork, self._node._run, self._node.verify = (  # type: ignore[method-assign]  # faults are put in from outside
+            self._snapshot, self._fork, self._run, self._verify,
+        )  # fmt: skip
+
+    async def _at(self, execution: str, point: str) -> None:
+        if self._points[execution] == point and not self.held[point].is_set():
+            self.held[point].set()
+            await self.go_on.wait()
+
+    async def _snapshot(self, request: SnapshotRequest) -> SnapshotInfo:
+        await self._at(request.sandbox, "snapshot")
+        return await self._answers[0](request)
+
+    async def _fork(self, request: ForkRequest) -> ForkResult:
+        await self._at(request.snapshot.removesuffix("-fork"), "fork")
+        return await self._answers[1](request)
+
+    async def _run(self, request: ExecRequest) -> ExecResult:
+        execution, _, place = request.exec_id.partition("-l")
+        if place == "1-t1":
+            await self._at(execution, "command")
+        return await self._answers[2](request)
+
+    async def _verify(self, request: VerifyRequest) -> VerifyResult:
+        execution, _, place = request.verify_id.partition("-l")
+        if place.startswith("1"):
+            await self._at(execution, "verdict")
+        return await self._answers[3](request)
+
+
+async def serves(stack: Stack, running: subprocess.Popen[bytes]) -> None:
+    async with Bucket(stack.bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
+        await eventually(lambda: any(s.pid == running.pid and s.ready for s in services.values.values()), 30)
+
+
+async def test_kill_9_of_the_rollout_service_at_any_point_of_its_lanes(bare: Stack) -> None:
+    """The next writer goes on where the log ends, and asks and runs nothing of it again."""
+    episodes = {point: dispatch(number=n, branching=Branching(turn=1)) for n, point in enumerate(POINTS)}
+    holding = Holding(bare, {episode.execution: point for point, episode in episodes.items()})
+    sandboxes = bare.sandboxes
+    async with sandboxes.up(), host(bare).up():
+        with process(bare, "rollout") as first:
+            await serves(bare, first)
+            for episode in episodes.values():
+                await bare.submit(episode)
+            async with asyncio.timeout(30):
+                for held in holding.held.values():
+                    await held.wait()
+            judged = episodes["verdict"]
+            scope = subjects.traj(judged.run, judged.group, judged.execution, "verified")
+            await eventually(lambda: bare.bus.last(scope, subjects.TRAJ))
+            first.kill()
+            first.wait(10)
+        before = {point: await bare.log(episode) for point, episode in episodes.items()}
+        holding.go_on.set()
+        with process(bare, "rollout") as second:
+            await serves(bare, second)
+            for episode in episodes.values():
+                await eventually(functools.partial(bare.ended, episode), 60)
+            await eventually(bare.drained)
+    assert {point: len(of(Forked, log)) for point, log in before.items()} == dict.fromkeys(POINTS, 1) | {"snapshot": 0}
+    assert {point: len(of(Verified, log)) for point, log in before.items()} == dict.fromkeys(POINTS, 0) | {"verdict": 1}
+    for point, episode in episodes.items():
+        events = await bare.log(episode)
+        assert events[: len(before[point])] == before[point]
+        assert [event.index for event in events] == list(range(len(events)))
+        assert (len(of(TakenOver, events)), len(of(Forked, events)), len(of(Ended, events))) == (1, 1, 1)
+        assert len({event.request_digest for event in of(Call, events)}) == len(of(Call, events)) == 7
+        assert lanes_of(events) == {None: SCRIPT[:1], 0: SCRIPT[1:3], 1: SCRIPT[1:3]}
+        assert sorted((event.lane, event.infra_error) for event in of(Verified, events)) == [(0, None), (1, None)]
+    assert max(Counter(sandboxes.ran).values()) == 1, "no command twice"
+    # What was being made when its writer died is in no log: its lease ends it.
+    assert set(sandboxes.live) <= {f"{episodes['fork'].execution}-l1-f0"}
+    assert sandboxes.snapshots == {}
+
+
 async def test_a_lane_that_does_not_exist_is_refused_by_name(stack: Stack) -> None:
     episode = dispatch(agent="program", program="wait")
     stack.sandboxes.delay_s = 20
@@ -213,9 +308,8 @@ async def test_what_a_lane_does_no_other_lane_sees(bare: Stack) -> None:
     """With the sandbox service: files, and from them the advantages."""
     episode = branching(max_tokens=200, context_tokens=2000)
     checks = (Check(name="two", command='[ "$(cat a.txt)" = two ] && [ ! -e b.txt ]', weight=1.0),)
-    episode = msgspec.structs.replace(
-        episode, task=msgspec.structs.replace(episode.task, checks=checks), members=(episode.execution,)
-    )
+    task = msgspec.structs.replace(episode.task, checks=checks)
+    episode = msgspec.structs.replace(episode, task=task, advantage="loo")
     with process(bare, "sandbox") as running:
         async with contextlib.AsyncExitStack() as up:
             services = await up.enter_async_context(Bucket(bare.bus, subjects.KV_SERVICES, ServiceStatus).view())
@@ -225,5 +319,20 @@ async def test_what_a_lane_does_no_other_lane_sees(bare: Stack) -> None:
     assert {event.output for event in of(ToolResult, events) if event.lane is not None} == {"one"}
     scores = {event.lane: event.parts[0].value for event in of(Verified, events)}
     assert sorted(scores.values()) == [0.0, 1.0]
-    (part,) = assemble(events)
-    assert part.scored.scores == {episode.execution: 0.5}
+    # Beside another member whose lanes got nothing, a lane's tokens have the advantage of what it got itself.
+    bare_handed = [other_member(event, episode.members[1]) for event in events]
+    (part,) = assemble([*events, *bare_handed])
+    assert part.scored.scores == {episode.members[0]: 0.5, episode.members[1]: 0.0}
+    assert part.ready is not None
+    member = part.ready.members[0]
+    spans = [span for sequence in member.sequences for span in sequence.spans]
+    own = {(span.weight, member.advantage if span.advantage is None else span.advantage) for span in spans}
+    assert own == {(1.0, 0.5), (0.5, 1.0), (0.5, 0.0)}
+
+
+def other_member(event: AnyTrajEvent, execution: str) -> AnyTrajEvent:
+    """The same event of another execution, whose work is worth nothing."""
+    if isinstance(event, Verified):
+        nothing = tuple(msgspec.structs.replace(part, value=0.0) for part in event.parts)
+        return msgspec.structs.replace(event, execution=execution, parts=nothing)
+    return msgspec.structs.replace(event, execution=execution)
