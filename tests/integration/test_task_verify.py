@@ -5,13 +5,23 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxRef, SandboxSpec, VerifyRequest, VerifyResult
-from opengyre.proto.task import Collect, TaskEnvironment, TaskTests
+from opengyre.proto.sandbox import (
+    ExecRequest,
+    ExecResult,
+    PrepareRequest,
+    PrepareResult,
+    SandboxRef,
+    SandboxSpec,
+    VerifyRequest,
+    VerifyResult,
+)
+from opengyre.proto.task import Artifact, Collect, Healthcheck, TaskEnvironment, TaskTests
 from opengyre.sandbox import machine, offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
-from opengyre.sandbox.core import InvalidRequest, Spec
+from opengyre.sandbox.core import InfraError, InvalidRequest, Spec
 from opengyre.sandbox.environments import Environments
 from opengyre.sandbox.harbor import OFFLINE
 from opengyre.sandbox.manager import Manager
@@ -237,3 +247,104 @@ async def test_a_tasks_directory_travels_as_it_is(box: Box) -> None:
     assert (await box.verify(verifier_of(task, task.steps[0], {}))).rewards == {"reward": 1.0}
     # The solution never travels, and the tests come only when they are run.
     assert (await box.run("ls /solution 2>/dev/null")).stdout == ""
+
+
+def apart(box: Box, dockerfile: str = "FROM debian\nWORKDIR /checker\nCOPY . /tests/\n", **more: object) -> TaskTests:
+    """Tests with an environment of their own that pay for 42 in the artifact."""
+    box.count += 1
+    folder = write(box.root / f"own{box.count}", {"test.sh": PAYS, "Dockerfile": dockerfile})
+    environment = TaskEnvironment(dockerfile=dockerfile, context=squeeze(pack([("", folder)])))
+    fields = {"environment": environment, "artifacts": (Artifact(source="/app/answer"),), "timeout_s": 20.0} | more
+    return TaskTests(**fields)  # type: ignore[arg-type]  # fields by keyword, checked at run time
+
+
+@pytest.mark.parametrize("mode", ["shared", "separate", "live"])
+async def test_tests_in_an_environment_of_their_own_see_what_is_carried(box: Box, mode: str) -> None:
+    await box.create()
+    assert (await box.verify(apart(box), mode)).rewards == {"reward": 0.0}
+    await box.run("echo 42 > answer; (sleep 60 >/dev/null 2>&1 &)")
+    said = await box.verify(apart(box), mode)
+    assert (said.valid, said.rewards) == (True, {"reward": 1.0})
+    assert said.environment == "host root in place of debian, replayed 3 of 3 instructions"
+    assert [info.sandbox for info in box.manager.listing({})] == ["s"]
+    there = await box.run(
+        "cat answer; ls -d /checker /tests/test.sh 2>/dev/null; cat /proc/[0-9]*/comm | grep -c sleep"
+    )
+    # What holds the sandbox sleeps as well.
+    assert there.stdout == f"42\n{1 + (mode == 'live')}\n"
+    assert [name for name in box.backend.snapshots() if not name.startswith("env.")] == []
+
+
+async def test_collected_artifacts_come_from_a_copy_where_the_agent_goes_on(box: Box) -> None:
+    await box.create()
+    await box.run("echo 42 > hidden")
+    collect = (Collect(command="mkdir -p /logs/artifacts; cp hidden /logs/artifacts/answer"),)
+    script = "#!/bin/sh\n[ $(cat /logs/artifacts/answer) = 42 ] && echo 1 > /logs/verifier/reward.txt\n"
+    folder = write(box.root / "collected", {"test.sh": script})
+    tests = apart(box, "FROM debian\n", collect=collect, archive=squeeze(pack([("", folder)])))
+    assert (await box.verify(tests, "live")).rewards == {"reward": 1.0}
+    assert (await box.run("ls /logs/artifacts 2>/dev/null")).stdout == ""
+    assert (await box.verify(tests, "separate")).rewards == {"reward": 1.0}
+
+
+async def test_an_artifact_places_nothing_where_it_does_not_belong(box: Box) -> None:
+    await box.create()
+    await box.run(
+        "mkdir out; echo 42 > out/answer; ln -s /tests out/tests; ln -s ../../tests out/up; ln -s answer out/alias;"
+        " mkfifo out/fifo; ln -s /etc/passwd gone; echo x > out/a.log; chmod 700 out/answer"
+    )
+    script = "#!/bin/sh\ncd /app/out && [ ! -e tests ] && [ ! -L up ] && [ ! -e fifo ] && [ ! -e a.log ] && "
+    script += "[ $(cat alias) = 42 ] && [ -x answer ] && [ ! -e ../nothing ] && echo 1 > /logs/verifier/reward.txt\n"
+    artifacts = (Artifact(source="/app/out", exclude=("*.log",)), Artifact(source="/app/nothing"))
+    tests = apart(box, "FROM debian\n", archive=squeeze(pack([("", write(box.root / "t", {"test.sh": script}))])))
+    said = await box.verify(msgspec.structs.replace(tests, artifacts=artifacts))
+    assert said.rewards == {"reward": 1.0}, said
+
+
+async def test_a_verifiers_environment_that_cannot_be_is_said_and_is_no_zero(box: Box) -> None:
+    await box.create()
+    said = await box.verify(apart(box, "FROM debian\n"))
+    assert "the verifier's environment has no /tests/test.sh, and the task brings none" in (said.infra_error or "")
+    with pytest.raises(InvalidRequest, match=r"Dockerfile line 2 \(RUN 'false'\) failed"):
+        await box.verify(apart(box, "FROM debian\nRUN false\n"))
+    sick = apart(box)
+    assert sick.environment is not None
+    check = Healthcheck(command="false", interval_s=0.01, retries=2)
+    sick = msgspec.structs.replace(sick, environment=msgspec.structs.replace(sick.environment, healthcheck=check))
+    said = await box.verify(sick)
+    assert (said.valid, said.parts) == (False, ())
+    assert "the health check 'false' failed to the end" in (said.infra_error or "")
+    assert [info.sandbox for info in box.manager.listing({})] == ["s"]
+
+
+async def test_a_health_check_is_waited_for_and_a_sandbox_without_health_is_not_there(box: Box) -> None:
+    check = Healthcheck(command="[ -e up ] || { touch up; false; }", interval_s=0.01)
+    environment = TaskEnvironment(dockerfile="FROM debian\nWORKDIR /app\n", healthcheck=check)
+    await box.manager.create(SandboxSpec(sandbox="s", owner="test", environment=environment))
+    assert (await box.run("ls")).stdout == "up\n"
+    never = msgspec.structs.replace(environment, healthcheck=Healthcheck(command="false", retries=1))
+    with pytest.raises(InfraError, match="the health check 'false' failed to the end"):
+        await box.manager.create(SandboxSpec(sandbox="t", owner="test", environment=never))
+    assert [info.sandbox for info in box.manager.listing({})] == ["s"]
+
+
+async def test_a_step_is_prepared_once_and_its_fault_is_an_answer(box: Box) -> None:
+    await box.create()
+    files = squeeze(pack([("", write(box.root / "step", {"given": "g\n", "setup.sh": "cat given >> seen\n"}))]))
+    request = PrepareRequest(sandbox="s", prepare_id="p", files=files, setup="bash ./setup.sh")
+    first, again = await asyncio.gather(box.manager.prepare(request), box.manager.prepare(request))
+    assert (first, again) == (PrepareResult(prepare_id="p"), PrepareResult(prepare_id="p"))
+    assert await box.manager.prepare(request) == first
+    assert (await box.run("pwd; cat seen")).stdout == "/app\ng\n"
+    failed = await box.manager.prepare(PrepareRequest(sandbox="s", prepare_id="q", setup="echo no; exit 4"))
+    assert failed.fault == "the setup of the step failed, exit status 4: no"
+    assert (await box.verify()).valid
+
+
+async def test_what_a_context_ignores_is_not_copied(box: Box) -> None:
+    content = dict.fromkeys(("a.log", "a.txt", "keys/secret", "keys/public"), "")
+    content[".dockerignore"] = "*.log\nkeys\n!keys/public\n"
+    context = squeeze(pack([("", write(box.root / "context", content))]))
+    environment = TaskEnvironment(dockerfile="FROM debian\nWORKDIR /app\nCOPY . .\n", context=context)
+    await box.manager.create(SandboxSpec(sandbox="s", owner="test", environment=environment))
+    assert (await box.run("find . -type f | sort")).stdout == "./.dockerignore\n./a.txt\n./keys/public\n"

@@ -118,6 +118,112 @@ def test_a_broken_file_is_one_sentence_with_its_field(text: str, words: str) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("schema_version = 1.0", "schema_version is 1.0: Input should be a valid string"),
+        ("source = 3", "source is 3"),
+        ('artifacts = "x"', "artifacts is 'x': Input should be a list"),
+        ('artifacts = ["rel"]', "artifacts.0.source is 'rel': allowed is an absolute path without '..'"),
+        ('artifacts = [{source = "/a/../b"}]', "artifacts.0.source is '/a/../b'"),
+        ('artifacts = ["/"]', "artifacts.0.source is '/': allowed is a path that has nothing of /tests"),
+        ('artifacts = ["/tests/x"]', "artifacts.0.source is '/tests/x'"),
+        ('artifacts = [{exclude = ["x"]}]', "artifacts.0.source is missing"),
+        ('artifacts = [{source = "/a", exclude = "x"}]', "artifacts.0.exclude is 'x': Input should be a list"),
+        ("artifacts = [3]", "artifacts.0 is 3: Input should be a table of Artifact"),
+        (
+            'multi_step_reward_strategy = "max"',
+            "multi_step_reward_strategy is 'max': Input should be 'mean' or 'final'",
+        ),
+        ("steps = 3", "steps is 3: Input should be a list"),
+        ("steps = [{}]", "steps.0.name is missing"),
+        ('steps = [{name = "a", min_reward = "x"}]', "steps.0.min_reward is 'x'"),
+        ('steps = [{name = "a", min_reward = nan}]', "steps.0.min_reward is nan: Input should be a finite number"),
+        ('steps = [{name = "a", min_reward = {b = "x"}}]', "steps.0.min_reward: Input should be a valid number"),
+        (
+            'steps = [{name = "a", agent = {timeout_sec = 0}}]',
+            "steps.0.agent.timeout_sec is 0: Input should be greater than 0",
+        ),
+        ('steps = [{name = "a", healthcheck = {}}]', "steps.0.healthcheck.command is missing"),
+        ('task = {name = "a/b", authors = [{}]}', "task.authors.0.name is missing"),
+        ('task = {name = "a/b", keywords = "x"}', "task.keywords is 'x': Input should be a list"),
+        ("metadata = 3", "metadata is 3: Input should be a table"),
+        ("agent = {timeout_sec = -1}", "agent.timeout_sec is -1: Input should be greater than 0"),
+        ("agent = {timeout_sec = inf}", "agent.timeout_sec is inf: Input should be a finite number"),
+        ("agent = {user = -1}", "agent.user is -1: allowed is the name of a user or a number of 0 or more"),
+        ("agent = {user = true}", "agent.user is True"),
+        ('agent = {user = ""}', "agent.user is ''"),
+        (
+            'agent = {network_mode = "x"}',
+            "agent.network_mode is 'x': Input should be 'public', 'no-network' or 'allowlist'",
+        ),
+        (
+            'agent = {network_mode = "allowlist", allowed_hosts = ["a b"]}',
+            "agent.allowed_hosts.0 is 'a b': allowed are a host name",
+        ),
+        ("verifier = {env = {A = 1}}", "verifier.env.A is 1: Input should be a valid string"),
+        ('verifier = {environment_mode = "x"}', "verifier.environment_mode is 'x'"),
+        ('verifier = {environment_mode = "shared", environment = {}}', "allowed is it with 'separate' only"),
+        ("verifier = {environment = {cpus = 0}}", "verifier.environment.cpus is 0: Input should be greater than 0"),
+        ("verifier = {collect = [{}]}", "verifier.collect.0.command is missing"),
+        ('verifier = {collect = [{command = ""}]}', "verifier.collect.0.command is ''"),
+        ('verifier = {collect = [{command = "x", timeout_sec = 0}]}', "verifier.collect.0.timeout_sec is 0"),
+        ("environment = {build_timeout_sec = 0}", "environment.build_timeout_sec is 0"),
+        ('environment = {docker_image = ""}', "environment.docker_image is ''"),
+        ('environment = {os = "mac"}', "environment.os is 'mac'"),
+        ('environment = {cpus = "x"}', "environment.cpus is 'x'"),
+        ("environment = {cpus = -1}", "environment.cpus is -1"),
+        ("environment = {memory_mb = 0}", "environment.memory_mb is 0"),
+        ("environment = {memory_mb = 1.5}", "environment.memory_mb is 1.5"),
+        ('environment = {memory = "0"}', "memory is '0'; allowed is a size"),
+        ('environment = {storage = "x"}', "storage is 'x'; allowed is a size"),
+        ("environment = {storage_mb = -5}", "environment.storage_mb is -5"),
+        ("environment = {gpus = -1}", "environment.gpus is -1"),
+        ('environment = {gpu_types = "x"}', "environment.gpu_types is 'x': Input should be a list"),
+        ("environment = {tpu = {}}", "environment.tpu.type is missing"),
+        ('environment = {mcp_servers = [{name = "a", transport = "stdio"}]}', "transport is 'stdio' without command"),
+        ('environment = {mcp_servers = [{name = "a", transport = "x"}]}', "environment.mcp_servers.0.transport is 'x'"),
+        ("environment = {skills_dir = 3}", "environment.skills_dir is 3"),
+        ('environment = {healthcheck = {command = "x", retries = 0}}', "environment.healthcheck.retries is 0"),
+        (
+            'environment = {healthcheck = {command = "x", interval_sec = -1}}',
+            "environment.healthcheck.interval_sec is -1",
+        ),
+        ('environment = {workdir = "rel"}', "environment.workdir is 'rel': allowed is an absolute path"),
+        ('environment = {network_mode = "none"}', "environment.network_mode is 'none': Input should be 'public'"),
+        (
+            'environment = {allowed_hosts = ["x"]}',
+            "allowed_hosts is set; allowed is that with network_mode = 'allowlist' only",
+        ),
+        ("solution = {env = 3}", "solution.env is 3: Input should be a table"),
+    ],
+)
+def test_a_bad_value_of_any_field_is_one_sentence_that_names_it(line: str, words: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        read_config(line, "t/task.toml")
+    said = str(caught.value)
+    assert said.startswith("t/task.toml: ")
+    assert words in said
+    assert "\n" not in said
+
+
+def test_what_a_step_sets_is_over_what_its_task_sets() -> None:
+    found = read_config(
+        """
+        [verifier]
+        environment_mode = "separate"
+        [[steps]]
+        name = "a"
+        [steps.verifier]
+        environment_mode = "shared"
+        [[steps]]
+        name = "b"
+        """
+    )
+    assert [step.verifier.said for step in found.steps] == ["shared", None]
+    assert found.verifier.mode == "separate"
+
+
 def test_templates_take_what_is_outside_or_their_default() -> None:
     env = {"A": "${KEY}/x", "B": "${OTHER:-d}", "C": "${EMPTY:-}", "D": "$KEY"}
     assert resolve("verifier.env", env, {"KEY": "k"}) == {"A": "k/x", "B": "d", "C": "", "D": "$KEY"}

@@ -173,6 +173,12 @@ def _artifacts(at: str, artifacts: tuple[Artifact, ...]) -> None:
         raise InvalidTaskError(at, f"has {len(artifacts)} entries; allowed are at most {MAX_ARTIFACTS}")
     for number, artifact in enumerate(artifacts):
         _absolute(f"{at}.{number}.source", artifact.source)
+        folders = artifact.source.rstrip("/") + "/"
+        if any(own.startswith(folders) or folders.startswith(own) for own in ("/tests/", "/logs/verifier/")):
+            raise InvalidTaskError(
+                f"{at}.{number}.source",
+                f"is {artifact.source!r}; allowed is a path that has nothing of /tests and /logs/verifier",
+            )
         for pattern in artifact.exclude:
             _text(f"{at}.{number}.exclude", pattern, MAX_PATH)
 

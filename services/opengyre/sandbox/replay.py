@@ -9,7 +9,8 @@ from opengyre.proto.task import TaskEnvironment
 from opengyre.sandbox.core import InvalidRequest, Options
 from opengyre.sandbox.harbor import Inside
 from opengyre.sandbox.verdict import interrupted
-from opengyre.tasks.archives import unsqueeze
+from opengyre.tasks import ignoring
+from opengyre.tasks.archives import contents, unsqueeze, without
 from opengyre.tasks.copying import copied
 from opengyre.tasks.dockerfile import Copy, Folder, Plan, Run
 from opengyre.tasks.errors import TaskError
@@ -20,7 +21,7 @@ TAIL = 600
 async def replay(environment: TaskEnvironment, plan: Plan, inside: Inside) -> None:
     """Raises `InvalidRequest` with the line and the words of the instruction that failed, or as the backend does."""
     try:
-        context = unsqueeze(environment.context) if environment.context else b""
+        context = _context(environment.context)
         for number, step in enumerate(plan.steps):
             match step:
                 case Folder():
@@ -34,6 +35,18 @@ async def replay(environment: TaskEnvironment, plan: Plan, inside: Inside) -> No
     workdir = environment.workdir or plan.workdir
     if workdir not in ("", "/"):
         await inside.must("workdir", f"mkdir -p -- {shlex.quote(workdir)}", inside.root)
+
+
+def _context(packed: bytes) -> bytes:
+    """The build context as a plain archive, without what its own file leaves out."""
+    if not packed:
+        return b""
+    context = unsqueeze(packed)
+    there = contents(context)
+    name = next((name for name in ignoring.NAMES if name in there), None)
+    if name is None:
+        return context
+    return without(context, ignoring.rules(there[name].decode("utf-8", "replace"), name))
 
 
 async def _copy(name: str, context: bytes, step: Copy, inside: Inside) -> None:

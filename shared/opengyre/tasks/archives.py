@@ -124,6 +124,23 @@ def chosen(archive: bytes, names: Iterable[tuple[str, str]]) -> bytes:
     return stream.getvalue()
 
 
+def without(archive: bytes, ignored: ignoring.Rules) -> bytes:
+    """A plain archive without what is ``ignored``; raises `TaskError`."""
+    stays = ignoring.kept([member.name for member in members(archive)], ignored)
+    stream = io.BytesIO()
+    try:
+        with (
+            tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened,
+            tarfile.open(fileobj=stream, mode="w") as made,
+        ):
+            for name in stays:
+                member = opened.getmember(name)
+                made.addfile(member, opened.extractfile(member) if member.isreg() else None)
+    except (tarfile.TarError, ValueError, OSError, KeyError) as error:
+        raise TaskError(f"an archive of the task cannot be read: {error}") from error
+    return stream.getvalue()
+
+
 def _below(member: str, name: str) -> str | None:
     if name == ".":
         return member

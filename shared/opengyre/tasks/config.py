@@ -54,8 +54,16 @@ def _absolute(path: str) -> str:
     return path
 
 
+def _carried(path: str) -> str:
+    folders = path.rstrip("/") + "/"
+    if any(own.startswith(folders) or folders.startswith(own) for own in ("/tests/", "/logs/verifier/")):
+        raise ValueError("allowed is a path that has nothing of /tests and /logs/verifier, which are the verifier's")
+    return path
+
+
 User = Annotated[str, BeforeValidator(_user)]
 Absolute = Annotated[str, AfterValidator(_absolute)]
+Carried = Annotated[str, AfterValidator(_absolute), AfterValidator(_carried)]
 
 
 def _host(value: str) -> str:
@@ -243,7 +251,7 @@ class Solution(_Open):
 class Artifact(_Open):
     """What a verifier in an environment of its own is given of the agent's, at the same path."""
 
-    source: Absolute
+    source: Carried
     destination: str | None = None
     """Where Harbor keeps it beside its results; not used here."""
     exclude: tuple[str, ...] = ()
