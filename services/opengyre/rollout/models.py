@@ -1,4 +1,4 @@
-"""The tokenizer of each run's policy, loaded once.
+"""The tokenizer and chat template of each run's policy, loaded once: the tiny policy's, or `transformers`' own.
 
 Awaits: `renderer` is woken by the bucket's answer and by the thread that reads the model directory.
 """
@@ -6,12 +6,12 @@ Awaits: `renderer` is woken by the bucket's answer and by the thread that reads 
 import asyncio
 from pathlib import Path
 
+from opengyre.chat.open import open_renderer
 from opengyre.proto import subjects
 from opengyre.proto.run import RunSpec
 from opengyre.rollout.prompt import Renderer
 from opengyre.shared.bus import Bucket, Bus, RetryLater
 from opengyre.tiny.config import ModelDirectoryError
-from opengyre.tiny.tokenizer import TinyTokenizer
 
 
 class Models:
@@ -32,7 +32,7 @@ class Models:
                 raise RetryLater(f"run {run} is not known yet", 1.0)
             directory = Path(found[0].model)
             try:
-                loaded = await asyncio.to_thread(TinyTokenizer.load, directory)
+                loaded = await asyncio.to_thread(open_renderer, directory)
             except ModelDirectoryError as error:
                 raise RetryLater(str(error), 5.0) from error
             self._loaded[run] = loaded

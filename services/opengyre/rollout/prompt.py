@@ -18,7 +18,8 @@ from opengyre.tiny.tools import Said
 
 
 class Renderer(Protocol):
-    """A tokenizer with its chat template (`opengyre.tiny.tokenizer` has the tiny policy's)."""
+    """A tokenizer with its chat template (`opengyre.tiny.tokenizer` has the tiny policy's, `opengyre.chat.hf` that of
+    any other model directory)."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -35,11 +36,20 @@ class Renderer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]: ...
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), generation_prompt: bool = True
+    ) -> list[int]: ...
 
     def render_suffix(
-        self, messages: Sequence[Message], *, closed: bool = True, generation_prompt: bool = True
-    ) -> list[int]: ...
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        closed: bool = True,
+        generation_prompt: bool = True,
+    ) -> list[int] | None:
+        """None where the template changes what stands before these messages."""
+        ...
 
     def tools_prompt(self, offered: Sequence[Mapping[str, Any]]) -> str: ...
 
@@ -101,19 +111,22 @@ def build(
     messages: Sequence[Message], history: History, renderer: Renderer, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Prompt:
     """Token ids of a chat; raises `ValueError` (the template's) for messages that cannot be rendered."""
-    told = renderer.tools_prompt(tools)
-    digests = chain(messages, tools_digest(told))
+    digests = chain(messages, tools_digest(renderer.tools_prompt(tools)))
     found = history.extended_by(digests)
+    parent, before = None, []
     if found is not None and not _said(messages[found[1] :]):
         parent, covered = found
         before = history.tokens(parent)
         closed = bool(parent.sampled_ids) and parent.sampled_ids[-1] in renderer.stop_token_ids
-        new = renderer.render_suffix(messages[covered:], closed=closed)
-        host = parent.hosts[-1] if parent.hosts else None
-        return Prompt((*before, *new), parent.call, len(before), digests[-1], host, "extend")
-    system = [{"role": "system", "content": told}] if told else []
-    tokens = renderer.render([*system, *_in_own_ids(messages, history)])
-    return _placed(tuple(tokens), history, digests[-1] if digests else "", said=_said(messages))
+        new = renderer.render_suffix(messages[covered:], tools=tools, closed=closed)
+        if new is not None:
+            host = parent.hosts[-1] if parent.hosts else None
+            return Prompt((*before, *new), parent.call, len(before), digests[-1], host, "extend")
+    tokens = renderer.render(_in_own_ids(messages, history), tools=tools)
+    prompt = _placed(tuple(tokens), history, digests[-1] if digests else "", said=_said(messages))
+    if parent is not None and (prompt.parent, prompt.prefix) == (parent.call, len(before)):
+        return replace(prompt, transition="extend")  # the template might have changed what stands before, and did not
+    return prompt
 
 
 def _said(messages: Sequence[Message]) -> bool:

@@ -169,16 +169,26 @@ class TinyTokenizer:
                         ids.append(self._specials[token])
         return ids
 
-    def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> list[int]:
-        """Token ids of a chat (OpenAI-style messages), ready for the assistant to speak.
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[tools.Tool] = (), generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a chat (OpenAI-style messages), ready for the assistant to speak; what has to be said of the
+        tools stands in front.
 
         An assistant message may carry `token_ids`, the ids that were sampled; they are then used as they are. Raises
         `TemplateError` for what cannot be rendered.
         """
-        return [self.bos_id, *self._render(messages, generation_prompt=generation_prompt)]
+        told = self.tools_prompt(tools)
+        first: list[Message] = [{"role": "system", "content": told}] if told else []
+        return [self.bos_id, *self._render([*first, *messages], generation_prompt=generation_prompt)]
 
     def render_suffix(
-        self, messages: Sequence[Message], *, closed: bool = True, generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[tools.Tool] = (),  # noqa: ARG002 - one signature for all renderers; they are told in front
+        closed: bool = True,
+        generation_prompt: bool = True,
     ) -> list[int]:
         """What follows a sampled turn: its end where the policy did not sample it (not `closed`), the new messages."""
         ids = self._render(messages, generation_prompt=generation_prompt)

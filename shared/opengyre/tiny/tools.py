@@ -97,19 +97,24 @@ def read(text: str, tools: Sequence[Tool], choice: str | None = None) -> Said:
         shell = None
     if not tools or not text:
         return Said(text)
-    found = list(_BLOCK.finditer(text))
-    if found:
-        try:
-            blocks = [_blocks.decode(match.group(1)) for match in found]
-        except msgspec.DecodeError:
-            return Said(text)
-        if all(bytes(block.arguments).startswith(b"{") for block in blocks):
-            calls = tuple((block.name, bytes(block.arguments).decode()) for block in blocks)
-            return Said(_BLOCK.sub("", text).strip(), calls)
-        return Said(text)
+    if _BLOCK.search(text):
+        return calls_in(text) or Said(text)
     if shell is None or text == DONE:
         return Said(text)
     return Said("", ((shell, json.dumps({"command": text}, ensure_ascii=False)),))
+
+
+def calls_in(text: str) -> Said | None:
+    """The text with its `<tool_call>` blocks as calls; None where there are none, or one that is no call."""
+    found = list(_BLOCK.finditer(text))
+    try:
+        blocks = [_blocks.decode(match.group(1)) for match in found]
+    except msgspec.DecodeError:
+        return None
+    if not found or not all(bytes(block.arguments).startswith(b"{") for block in blocks):
+        return None
+    calls = tuple((block.name, bytes(block.arguments).decode()) for block in blocks)
+    return Said(_BLOCK.sub("", text).strip(), calls)
 
 
 def written(content: str, calls: Sequence[Any], where: str) -> str:
