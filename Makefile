@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 PYTEST_ARGS ?= -n 3 # most tests wait for a process or a time limit, not for a processor
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
 
-.PHONY: demo test check format lint types install schemas clean
+.PHONY: demo test test-vllm vllm check format lint types install schemas clean
 
 install: $(STAMP)
 
@@ -21,6 +22,17 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# vLLM wants other versions than the services, so it has an environment of its own.
+vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed: deploy/vllm/install.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python deploy/vllm/install.py
+	touch $@
+
+test-vllm: install vllm
+	$(BIN)/python -m pytest -m vllm tests/vllm
 
 check: install format lint types test
 
@@ -37,4 +49,4 @@ schemas: install
 	$(BIN)/python -m opengyre.proto.generate
 
 clean:
-	rm -rf $(VENV) .gyre runs
+	rm -rf $(VENV) $(VLLM) .gyre runs

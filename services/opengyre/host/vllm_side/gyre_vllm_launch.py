@@ -27,8 +27,9 @@ def fork_instead(method: str) -> None:
     """Have vLLM fork its processes, where that is known to work."""
     import multiprocessing
 
-    import vllm
     from vllm.platforms import current_platform
+
+    import vllm
 
     if vllm.__version__ != TRIED or not current_platform.is_cpu() or method != "fork":
         return

@@ -1,0 +1,149 @@
+"""How vLLM is started and read, without vLLM: plans that cannot work are refused, streams become results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opengyre.host.vllm import gpus_of
+from opengyre.host.vllm_calls import Sampling, body_of, gauges
+from opengyre.host.vllm_plan import Facts, plan
+from opengyre.host.vllm_process import interpreter
+from opengyre.shared.settings import HostSettings
+from opengyre.tiny.config import ModelDirectoryError
+from opengyre.tiny.types import EngineError, GenerateRequest, VersionSpan
+
+GIB = 1 << 30
+FACTS = Facts("/m", 1000, 4096, 100 << 20, 2 * 4 * 2 * 32, 8, "float32")
+
+
+def settings(**changes: Any) -> HostSettings:
+    return HostSettings(engine="vllm", **changes)
+
+
+def test_a_plan_serves_tokens_and_says_in_what() -> None:
+    found = plan(
+        FACTS, settings(vllm_context=1024, capacity=8, vllm_arguments=("--enforce-eager",)), gpus=0, free_bytes=8 * GIB
+    )
+    joined = " ".join(found.arguments)
+    for part in ("--dtype float32", "--max-model-len 1024", "--max-num-seqs 8", "--logprobs-mode processed_logprobs"):
+        assert part in joined
+    assert found.arguments[-1] == "--enforce-eager"
+    assert found.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert found.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    gpu = plan(FACTS, settings(vllm_dtype="bfloat16", vllm_tensor_parallel=2), gpus=2, free_bytes=8 * GIB)
+    assert "--enable-sleep-mode" in gpu.arguments
+    assert gpu.weight_bytes == 50 << 20
+    assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.environment
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "free", "said"),
+    [
+        ({"vllm_context": 8192}, 0, 8 * GIB, "vllm_context is 8192; the model in /m has 4096 positions"),
+        ({"vllm_tensor_parallel": 3}, 0, 8 * GIB, "vllm_tensor_parallel is 3; .* allowed are 1, 2, 4, 8"),
+        ({"vllm_tensor_parallel": 4}, 2, 8 * GIB, "this machine has 2 GPUs"),
+        ({"vllm_kv_gb": 9}, 0, 8 * GIB, "vllm_kv_gb is 9: beside 100 MiB of weights and 1024 .* leave 6 GiB"),
+        ({"vllm_memory_fraction": 0.1}, 1, 1010 << 20, "memory for keys and values of 512 tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_number_that_would(
+    changes: dict[str, Any], gpus: int, free: int, said: str
+) -> None:
+    with pytest.raises(ModelDirectoryError, match=said):
+        plan(FACTS, settings(**changes), gpus=gpus, free_bytes=free)
+
+
+def test_weights_that_cannot_be_served_as_they_are_are_named() -> None:
+    odd = Facts("/m", 1000, 4096, 1, 16, 8, "float64")
+    with pytest.raises(ModelDirectoryError, match=r"host\.vllm_dtype says in what they are served: float32, bfloat16"):
+        plan(odd, settings(), gpus=0, free_bytes=8 * GIB)
+    assert plan(odd, settings(vllm_dtype="float32"), gpus=0, free_bytes=8 * GIB).weight_bytes == 1
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"host.vllm_python is .*absent; allowed is the python of an environment"):
+        interpreter(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
+def test_gpus_are_those_that_the_process_may_use(visible: str, count: int) -> None:
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+REQUEST = GenerateRequest("r", (1, 2, 3), 50, stop_token_ids=(9,), seed=4)
+
+
+def chunk(*tokens: int, finish: str | None = None, versions: list[tuple[int, int, int]] | None = None) -> bytes:
+    spans = None if versions is None else [{"version": str(v), "start": s, "end": e} for v, s, e in versions]
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"content": [{"logprob": -0.5, "rank": 1} for _ in tokens]},
+        "finish_reason": finish,
+        "weight_versions": spans,
+    }
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n"
+
+
+def test_a_call_asks_for_no_more_than_the_context_holds() -> None:
+    params = body_of(REQUEST, 10, 3)["sampling_params"]
+    assert (params["max_tokens"], params["stop_token_ids"]) == (7, [9])
+    assert body_of(REQUEST, 10, 3)["cache_salt"] == "v3"
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12))
+def test_spans_cover_what_came_whenever_weights_change(steps: list[tuple[int, bool]]) -> None:
+    """Law: at any time the spans are disjoint, in order, and cover every token once; an increment is a cut of them."""
+    call = Sampling(REQUEST, 0)
+    boundaries = []
+    for count, changes in steps:
+        call.take(chunk(*range(count)))
+        if changes:
+            call.changed(call.version + 1)
+            boundaries.append(len(call.tokens))
+        covered = call.covered()
+        assert [place for span in covered for place in range(span.start, span.end)] == list(range(len(call.tokens)))
+        assert {span.end for span in covered} <= {*boundaries, len(call.tokens)}
+        half = len(call.tokens) // 2
+        increment = call.increment(half)
+        assert sum(span.end - span.start for span in increment.weight_versions) == len(increment.token_ids)
+
+
+def test_what_the_engine_says_of_versions_is_taken_in_the_end() -> None:
+    call = Sampling(REQUEST, 0)
+    assert call.take(chunk(1, 2)) == 2
+    call.changed(1)
+    call.take(chunk(3, 4))
+    assert call.result().finish_reason == "abort", "it has not ended by itself"
+    call.take(chunk(9, finish="stop", versions=[(0, 0, 3), (1, 3, 5)]))
+    result = call.result()
+    assert (result.finish_reason, result.token_ids) == ("stop", (1, 2, 3, 4, 9))
+    assert result.weight_versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 5))
+    assert call.take(b"data: [DONE]\n") == call.take(b"\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'data: {"error": {"message": "EngineCore encountered an issue"}}\n', "EngineCore"),
+        (b"data: {half\n", "cannot be read"),
+        (chunk(1, finish="error"), "ended a call by 'error'"),
+        (b'data: {"choices": [{"token_ids": [1, 2]}]}\n', "0 log-probs for 2 tokens"),
+        (
+            chunk(1, finish="stop", versions=[]).replace(b"[]", b'[{"version": "default", "start": 0, "end": 1}]'),
+            "default",
+        ),
+    ],
+)
+def test_answers_that_are_none_are_failures(line: bytes, said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        Sampling(REQUEST, 0).take(line)
+
+
+def test_figures_of_several_engines_are_summed() -> None:
+    lines = ("# HELP x", 'vllm:num_requests_running{engine="0"} 2.0', 'vllm:num_requests_running{engine="1"} 3.0')
+    said = "\n".join((*lines, "other 1", "vllm:odd x"))
+    assert gauges(said) == {"num_requests_running": 5.0}

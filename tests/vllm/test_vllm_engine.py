@@ -1,0 +1,197 @@
+"""The vLLM engine of a host, with vLLM itself: weights, versions, aborts, and its death.
+
+One event loop for all: the engine's tasks live in it.
+"""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from opengyre.host.vllm import VllmEngine
+from opengyre.host.vllm_calls import body_of
+from opengyre.host.vllm_process import Server
+from opengyre.tiny.types import EngineClosedError, EngineError, GenerateRequest, GenerateResult, InvalidRequestError
+from support import eventually
+from support.vllm_models import VOCABULARY, Models, settings
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+PROMPT = tuple(range(10, 210))
+NEAR = 2e-5
+"""Between the engine's float32 and the reference's, in nats."""
+
+
+def request(name: str, tokens: int = 1200, prompt: tuple[int, ...] = PROMPT, **changes: object) -> GenerateRequest:
+    return GenerateRequest(name, prompt, tokens, **changes)  # type: ignore[arg-type]  # fields by keyword
+
+
+async def some(engine: VllmEngine, name: str, tokens: int) -> None:
+    """Until a call in flight has so many."""
+    await eventually(lambda: len(engine.sampled(name, 0).token_ids) >= tokens, 60)
+
+
+def off(
+    result: GenerateResult, models: Models, name: str, start: int, end: int, prompt: tuple[int, ...] = PROMPT
+) -> float:
+    """By how much log-probs of tokens `[start, end)` differ from a forward of these weights, at most."""
+    expected = models.logprobs(name, (*prompt, *result.token_ids))[len(prompt) - 1 :]
+    return max(abs(a - b) for a, b in zip(result.logprobs[start:end], expected[start:end], strict=True))
+
+
+async def test_a_call_in_flight_survives_new_weights_with_exact_versions(engine: VllmEngine, models: Models) -> None:
+    old = engine.stats().version
+    calls = [engine.submit(request(f"swap{n}", 500)) for n in range(3)]
+    await some(engine, "swap0", 100)
+    await engine.pause()
+    before = [len(engine.sampled(f"swap{n}", 0).token_ids) for n in range(3)]
+    await engine.load(models.paths["new"], old + 1)
+    await asyncio.sleep(0.2)
+    assert [len(engine.sampled(f"swap{n}", 0).token_ids) for n in range(3)] == before, "nothing while it is paused"
+    await engine.resume()
+    for result, length in zip(await asyncio.gather(*calls), before, strict=True):
+        assert (result.finish_reason, len(result.token_ids)) == ("length", 500)
+        first, second = result.weight_versions
+        assert (first.version, first.start, second.version, second.end) == (old, 0, old + 1, 500)
+        assert first.end == second.start >= length
+        assert off(result, models, "old", 0, first.end) < NEAR
+        assert off(result, models, "new", second.start, 500) < NEAR
+
+
+async def test_tied_embeddings_are_packed_again_after_a_load(engine: VllmEngine, models: Models) -> None:
+    """vLLM's CPU build reloads all but an output head that is tied to the embedding (rl.md 1, bug 1)."""
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(models.paths["new"])}}
+    await engine.pause()
+    await engine._post("/collective_rpc", reload)
+    await engine.resume()
+    stale = await engine.score(PROMPT)
+    await engine.pause()
+    await engine.load(models.paths["new"], engine.stats().version + 1)
+    await engine.resume()
+    found, expected = await engine.score(PROMPT), models.logprobs("new", PROMPT)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < NEAR
+    assert max(abs(a - b) for a, b in zip(stale, expected, strict=True)) > 1, "the fault is still there to be mended"
+
+
+async def test_a_new_call_never_hits_a_block_of_old_weights(engine: VllmEngine, models: Models) -> None:
+    prompt = tuple(3 + n % 400 for n in range(600))
+    await engine.submit(request("warm", 8, prompt))
+    await engine.pause()
+    await engine.load(models.paths["new"], engine.stats().version + 1)
+    await engine.resume()
+    result = await engine.submit(request("after", 50, prompt))
+    assert off(result, models, "new", 0, 50, prompt) < NEAR
+
+
+async def test_a_stopped_call_delivers_what_it_has_and_goes_on_elsewhere(engine: VllmEngine, models: Models) -> None:
+    """Where it goes on, log-probs are those of a call that was never stopped."""
+    version = engine.stats().version
+    running = engine.submit(request("cut", 400))
+    await some(engine, "cut", 60)
+    assert await engine.abort(["cut"]) == 1
+    part = await running
+    assert part.finish_reason == "abort"
+    assert 60 <= len(part.token_ids) < 400
+    assert [tuple(span) for span in part.weight_versions] == [(version, 0, len(part.token_ids))]
+    other = VllmEngine(settings())
+    try:
+        await other.wake(models.paths["old"], version)
+        await other.resume()
+        rest = await other.submit(request("rest", 400 - len(part.token_ids), (*PROMPT, *part.token_ids)))
+    finally:
+        await other.close()
+    assert rest.finish_reason == "length"
+    whole = GenerateResult((*part.token_ids, *rest.token_ids), (*part.logprobs, *rest.logprobs), "length", ())
+    assert len(whole.token_ids) == 400
+    assert off(whole, models, "old", 0, 400) < NEAR
+
+
+async def test_a_call_can_be_stopped_while_the_engine_is_paused(engine: VllmEngine) -> None:
+    running = engine.submit(request("held"))
+    await some(engine, "held", 20)
+    await engine.pause()
+    assert await engine.abort(None) == 1
+    result = await asyncio.wait_for(running, 10)
+    assert result.finish_reason == "abort"
+    assert len(result.token_ids) >= 20
+    await engine.resume()
+
+
+async def test_log_probs_are_of_the_distribution_that_was_sampled_from(engine: VllmEngine, models: Models) -> None:
+    result = await engine.submit(request("warm", 100, temperature=0.5))
+    expected = models.logprobs("old", (*PROMPT, *result.token_ids), 0.5)[len(PROMPT) - 1 :]
+    # Logits that are off by so much are twice as far off at half the temperature.
+    assert max(abs(a - b) for a, b in zip(result.logprobs, expected, strict=True)) < 2 * NEAR
+
+
+async def test_only_the_calls_own_stop_tokens_end_it(engine: VllmEngine) -> None:
+    result = await engine.submit(request("stop", 800, stop_token_ids=tuple(range(5, VOCABULARY))))
+    assert (result.finish_reason, len(result.token_ids)) == ("stop", 1)
+    assert result.token_ids[0] >= 5
+    ignoring = await engine.submit(request("on", 40, stop_token_ids=tuple(range(VOCABULARY)), ignore_eos=True))
+    assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 40)
+
+
+async def test_a_seed_of_a_call_never_reaches_the_engine(engine: VllmEngine) -> None:
+    """One in a prompt that is read in parts ends it (rl.md 1, bug 2)."""
+    assert "seed" not in body_of(request("seeded", seed=7), 2048, 0)["sampling_params"]
+    prompt = tuple(3 + n % 400 for n in range(1900))
+    calls = [engine.submit(request(f"seeded{n}", 8, prompt, seed=n + 1)) for n in range(4)]
+    assert {result.finish_reason for result in await asyncio.gather(*calls)} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [((), "one or more token ids from 0 to 499"), ((1, 500), "from 0 to 499"), ((1,) * 2048, "up to 2047")],
+)
+async def test_what_the_engine_would_die_of_is_refused(engine: VllmEngine, prompt: tuple[int, ...], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        engine.submit(request("bad", prompt=prompt))
+
+
+async def test_what_it_holds_is_measured_and_given_back(models: Models) -> None:
+    """On a CPU that is the end of its processes."""
+    engine = VllmEngine(settings())
+    try:
+        await engine.wake(models.paths["old"], 3)
+        stats = engine.stats()
+        assert (stats.state, stats.version) == ("paused", 3)
+        assert stats.weight_bytes + stats.kv_bytes > 1 << 30
+        server = engine._server
+        assert isinstance(server, Server)
+        await engine.sleep()
+        stats = engine.stats()
+        assert (stats.state, stats.weight_bytes, stats.kv_bytes) == ("asleep", 0, 0)
+        assert server.memory() == 0
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_that_is_killed_loses_no_token_that_was_recorded(models: Models) -> None:
+    engine = VllmEngine(settings())
+    try:
+        await engine.wake(models.paths["old"], 5)
+        await engine.resume()
+        running = engine.submit(request("last"))
+        await some(engine, "last", 50)
+        heard = engine.sampled("last", 0)
+        assert engine._server is not None
+        os.kill(engine._server._process.pid, signal.SIGKILL)
+        result = await asyncio.wait_for(running, 20)
+        assert result.finish_reason == "abort"
+        assert result.token_ids[: len(heard.token_ids)] == heard.token_ids
+        assert off(result, models, "old", 0, len(result.token_ids)) < NEAR
+        await eventually(lambda: engine.stats().state == "closed", 10)
+        with pytest.raises((EngineClosedError, EngineError)):
+            await engine.submit(request("later"))
+        await eventually(lambda: engine._server is not None and engine._server.memory() == 0, 20)
+    finally:
+        await engine.close()
+
+
+async def test_a_server_that_cannot_start_says_why(models: Models) -> None:
+    engine = VllmEngine(settings(vllm_arguments=("--no-such-argument",)))
+    with pytest.raises(EngineError, match="no-such-argument"):
+        await engine.wake(models.paths["old"], 0)
+    await engine.close()
