@@ -88,7 +88,7 @@ def test_an_unknown_environment_variable_is_refused(name: str, sentence: str) ->
             "host.count is '2'.*allowed is 1 with host.cell set",
         ),
         ({"GYRE_HOST__TIME_SCALE": "0"}, "host.time_scale is '0'.*greater than 0"),
-        ({"GYRE_HOST__ENGINE": "steam"}, "host.engine is 'steam'.*'tiny' or 'emulated'"),
+        ({"GYRE_HOST__ENGINE": "steam"}, "host.engine is 'steam'.*'tiny', 'vllm' or 'emulated'"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused_by_name(environment: dict[str, str], sentence: str) -> None:
