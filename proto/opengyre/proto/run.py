@@ -4,6 +4,8 @@ from typing import Literal
 
 from opengyre.proto.base import Record
 
+MAX_SHOTS = 64
+
 
 class Dispatch(Record, frozen=True, kw_only=True):
     """How groups are admitted (design section 5; the paper's phi, mu, B)."""
@@ -51,6 +53,23 @@ class Branching(Record, frozen=True, kw_only=True):
     """Lanes, 2 to 16."""
 
 
+class ShotTurn(Record, frozen=True, kw_only=True):
+    """A turn of a worked example."""
+
+    command: str
+    """One line; the last of an example is `done`."""
+    output: str = ""
+    """What it printed."""
+
+
+class Shot(Record, frozen=True, kw_only=True):
+    """A worked example in front of a transcript."""
+
+    task: str
+    """Its instruction, one line."""
+    turns: tuple[ShotTurn, ...]
+
+
 class Harness(Record, frozen=True, kw_only=True):
     """The agent, its model calls and its budgets."""
 
@@ -63,6 +82,11 @@ class Harness(Record, frozen=True, kw_only=True):
     and addresses, key and model in the variables that clients of these APIs read."""
     system: str | None = None
     """System prompt; none by default."""
+    prompt: Literal["chat", "transcript"] = "chat"
+    """How the `shell` agent asks. `chat`: messages, by the model's chat template. `transcript`: a text that the model
+    goes on with, for base models; a turn is one line."""
+    shots: tuple[Shot, ...] = ()
+    """Worked examples in front of a transcript, at most 64."""
     max_turns: int = 4
     time_budget_s: float = 600.0
     """Of one execution, on the rollout service's clock, without the time it was suspended."""
@@ -266,6 +290,24 @@ def _unbranched(spec: RunSpec, branching: Branching) -> str | None:
     return None
 
 
+def _transcript(h: Harness) -> str | None:
+    """What is wrong with a prompt that is a transcript, in a sentence."""
+    if h.prompt == "chat":
+        return "harness.shots is set, but nothing reads it without harness.prompt = transcript" if h.shots else None
+    if h.agent != "shell":
+        return f"harness.prompt is transcript, and harness.agent is {h.agent}; allowed is shell, which writes it"
+    if len(h.shots) > MAX_SHOTS:
+        return f"harness.shots has {len(h.shots)} examples; allowed are up to {MAX_SHOTS}"
+    for number, shot in enumerate(h.shots):
+        if not shot.turns:
+            return f"harness.shots[{number}].turns is empty; an example has at least one turn"
+        lines = {"task": shot.task, **{f"turns[{at}].command": turn.command for at, turn in enumerate(shot.turns)}}
+        for name, line in lines.items():
+            if not line.strip() or "\n" in line.strip():
+                return f"harness.shots[{number}].{name} is {line!r}; allowed is one line of text"
+    return None
+
+
 def _standalone_cells(elastic: Elastic) -> tuple[float, float]:
     """They are what serves while the pool trains."""
     return (max(1, elastic.min_rollout_cells) if elastic.policy == "coarse" else 0), 10_000
@@ -355,6 +397,8 @@ def validate(spec: RunSpec) -> RunSpec:
             raise InvalidRunError(f"{name} is {value}; allowed are values from {low} to {high}")
     if h.agent == "program" and not (h.program or "").strip():
         raise InvalidRunError("harness.program is empty; allowed is a command line, since harness.agent is program")
+    if (wrong := _transcript(h)) is not None:
+        raise InvalidRunError(wrong)
     if h.branching is not None and (fault := _unbranched(spec, h.branching)) is not None:
         raise InvalidRunError(fault)
     if spec.scoring.credit == "progress" and spec.scoring.progress_every is None:

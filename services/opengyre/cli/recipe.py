@@ -31,6 +31,7 @@ from opengyre.proto.run import (
     RunSpec,
     Sampling,
     Scoring,
+    Shot,
     validate,
 )
 from opengyre.proto.task import TaskSpec
@@ -112,6 +113,11 @@ def _run(path: Path, table: Any) -> RunSpec:
     for name, kind in PARTS.items():
         if isinstance(table.get(name), dict):
             known(str(path), f"run.{name}.", table[name], kind)
+    harness = table.get("harness")
+    shots = harness.get("shots") if isinstance(harness, dict) else None
+    for number, shot in enumerate(shots if isinstance(shots, list) else ()):
+        if isinstance(shot, dict):
+            known(str(path), f"run.harness.shots[{number}].", shot, Shot)
     try:
         spec = validate(msgspec.convert(table, RunSpec))
         check_run(spec.run)

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from opengyre.gateway.problems import FIXED_FIELD, UNKNOWN_FIELD, Problem
 from opengyre.proto import task_rules
 from opengyre.proto.ids import RUN, TOKEN, BadIdentifierError, check_run
-from opengyre.proto.run import InvalidRunError, RunSpec, validate
+from opengyre.proto.run import MAX_SHOTS, InvalidRunError, RunSpec, validate
 from opengyre.proto.task import TaskSpec
 
 RUN_PATTERN = f"^{RUN.pattern}$"
@@ -239,6 +239,20 @@ class BranchingIn(Input):
     copies: int = ranged(2, 2, 16)
 
 
+class ShotTurnIn(Input):
+    """A turn of a worked example."""
+
+    command: str = Field(max_length=task_rules.MAX_TEXT, description="One line; the last of an example is done")
+    output: str = Field(default="", max_length=task_rules.MAX_TEXT)
+
+
+class ShotIn(Input):
+    """A worked example in front of a transcript."""
+
+    task: str = Field(max_length=task_rules.MAX_TEXT, description="Its instruction, one line")
+    turns: list[ShotTurnIn]
+
+
 class HarnessIn(Input):
     """The agent, its model calls and its budgets."""
 
@@ -251,6 +265,10 @@ class HarnessIn(Input):
         default=None, max_length=task_rules.MAX_TEXT, description="Command line of the agent program"
     )
     system: str | None = Field(default=None, max_length=task_rules.MAX_TEXT)
+    prompt: Literal["chat", "transcript"] = Field(
+        default="chat", description="agent shell: messages by the chat template, or a text that the model goes on with"
+    )
+    shots: list[ShotIn] = Field(default=[], description=f"Worked examples in front of a transcript, up to {MAX_SHOTS}")
     max_turns: int = ranged(4, 1, 100_000)
     time_budget_s: float = ranged(600.0, 0.1, 604_800)
     command_timeout_s: float = ranged(10.0, 0.1, 86_400)

@@ -22,7 +22,7 @@ from opengyre.rollout import synthetic
 from opengyre.rollout.ask import LANE_HEADER
 from opengyre.rollout.episode import AgentEnded
 from opengyre.rollout.messages import answer
-from opengyre.rollout.shell import Ask, Execute, Part, Step, decide
+from opengyre.rollout.shell import Ask, Continue, Execute, Part, Step, decide
 
 log = logging.getLogger("gyre.rollout.agent")
 
@@ -40,7 +40,13 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    message: _Message
+    message: _Message | None = None
+    text: str | None = None
+
+    @property
+    def said(self) -> str:
+        """The text of a chat's or a text's completion."""
+        return (self.text if self.message is None else self.message.content) or ""
 
 
 class _Completion(msgspec.Struct):
@@ -84,21 +90,28 @@ class ChatClient:
 
     async def ask(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> str:
         """The assistant's text; raises `CallRefusedError`."""
-        body = _encoder.encode({"model": self.model, "messages": messages, "max_tokens": max_tokens})
+        return await self._post("chat/completions", {"messages": messages, "max_tokens": max_tokens})
+
+    async def complete(self, text: str, stop: str, max_tokens: int) -> str:
+        """What the model goes on with, up to the stop string; raises `CallRefusedError`."""
+        return await self._post("completions", {"prompt": text, "stop": [stop], "max_tokens": max_tokens})
+
+    async def _post(self, path: str, fields: dict[str, Any]) -> str:
+        body = _encoder.encode({"model": self.model, **fields})
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
         if self.lane is not None:
             headers[LANE_HEADER] = str(self.lane)
         for attempt in itertools.count():
             try:
                 async with self.session.post(
-                    f"{self.url}/chat/completions",
+                    f"{self.url}/{path}",
                     data=body,
                     headers=headers,
                     timeout=aiohttp.ClientTimeout(total=ASK_S),
                 ) as response:
                     content = await response.read()
                     if response.status == 200:
-                        return _completions.decode(content).choices[0].message.content or ""
+                        return _completions.decode(content).choices[0].said
                     if response.status < 500:
                         error = _refusals.decode(content).error
                         raise CallRefusedError(error.message, error.code, error.param)
@@ -137,13 +150,19 @@ class ShellAgent:
                 case AgentEnded() | Part() as end:
                     return end
                 case Execute(turn, command):
-                    self.steps[turn] = Step(command, await self.run_command(turn, command))
-                case Ask(messages):
+                    seen = await self.run_command(turn, command)
+                    self.steps[turn] = Step(self.steps[turn].command, seen)
+                case Ask() | Continue() as wanted:
                     try:
-                        text = await self.client.ask(messages, self.dispatch.harness.max_tokens)
+                        text = await self._say(wanted, self.dispatch.harness.max_tokens)
                     except CallRefusedError as error:
                         return refused(error)
                     self.steps.append(Step(text, None))
+
+    async def _say(self, wanted: Ask | Continue, max_tokens: int) -> str:
+        if isinstance(wanted, Ask):
+            return await self.client.ask(wanted.messages, max_tokens)
+        return await self.client.complete(wanted.text, wanted.stop, max_tokens)
 
 
 @dataclass(frozen=True)

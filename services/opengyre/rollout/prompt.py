@@ -169,16 +169,26 @@ def _placed(tokens: tuple[int, ...], history: History, digest: str, *, said: boo
 
 
 def _continued(text: str, history: History, renderer: Renderer) -> Prompt:
-    """A text prompt: the longest recorded text that it begins with is taken in its own ids."""
-    best: tuple[Call, str] | None = None
+    """A text prompt: the longest recorded text that it begins with is taken in its own ids.
+
+    The last token of a call that a stop string ended may stand for more than that string, which the client was not
+    given and so may not go on with; then that token is encoded again.
+    """
+    best: tuple[Call, str, int] | None = None
     for call in reversed(history.calls):
-        if call.api == "completions":
-            before = renderer.decode(history.tokens(call))
-            if text.startswith(before) and (best is None or len(before) > len(best[1])):
-                best = call, before
+        if call.api != "completions":
+            continue
+        tokens = history.tokens(call)
+        for keep in (len(tokens), *([len(tokens) - 1] if call.stop is not None else [])):
+            before = renderer.decode(tokens[:keep])
+            if text.startswith(before):
+                if best is None or len(before) > len(best[1]):
+                    best = call, before, keep
+                break
     if best is None:
         return _placed(tuple(renderer.begin(text)), history, "", said=False)
-    call, before = best
+    call, before, keep = best
     tokens = history.tokens(call)
     host = call.hosts[-1] if call.hosts else None
-    return Prompt((*tokens, *renderer.encode(text[len(before) :])), call.call, len(tokens), "", host, "extend")
+    kind: Transition = "extend" if keep == len(tokens) else "realign"
+    return Prompt((*tokens[:keep], *renderer.encode(text[len(before) :])), call.call, keep, "", host, kind)

@@ -10,6 +10,7 @@ from typing import Any
 
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.sandbox import ExecResult
+from opengyre.rollout import transcript
 from opengyre.rollout.episode import AgentEnded
 from opengyre.rollout.messages import answer
 
@@ -33,6 +34,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Continue:
+    """Have the model go on with a text, to the stop string."""
+
+    text: str
+    stop: str
+
+
+@dataclass(frozen=True)
 class Execute:
     turn: int
     command: str
@@ -43,7 +52,7 @@ class Part:
     """Go on as several lanes."""
 
 
-Next = Ask | Execute | Part | AgentEnded
+Next = Ask | Continue | Execute | Part | AgentEnded
 
 
 def turn_budget(dispatch: EpisodeDispatch) -> int:
@@ -81,12 +90,16 @@ def decide(dispatch: EpisodeDispatch, steps: Sequence[Step], lane: int | None = 
     if steps and steps[-1].command.strip() == DONE:
         return AgentEnded("done")
     if steps and steps[-1].observation is None:
-        return Execute(len(steps) - 1, steps[-1].command)
+        return Execute(len(steps) - 1, steps[-1].command.strip())
     if len(steps) >= turn_budget(dispatch):
         return AgentEnded("turn_budget")
     branching = dispatch.harness.branching
     if branching is not None and lane is None and len(steps) == branching.turn:
         return Part()
+    if dispatch.harness.prompt == "transcript":
+        begin = transcript.begin(dispatch.harness.system, dispatch.harness.shots, dispatch.task.instruction)
+        said = [(step.command, step.observation) for step in steps]
+        return Continue(begin + transcript.after(said), transcript.STOP)
     return Ask(messages(dispatch, steps))
 
 
