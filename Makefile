@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+ENGINE ?= tiny
 PYTEST_ARGS ?= -n 3 # most tests wait for a process or a time limit, not for a processor
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
@@ -17,8 +18,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
-demo: install
-	$(BIN)/gyre demo $(DEMO_ARGS)
+demo: install $(if $(filter vllm,$(ENGINE)),vllm)
+	$(BIN)/gyre demo --engine $(ENGINE) $(DEMO_ARGS)
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

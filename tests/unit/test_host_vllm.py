@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from opengyre.host.vllm import gpus_of
 from opengyre.host.vllm_calls import Sampling, body_of, gauges
 from opengyre.host.vllm_plan import Facts, plan
-from opengyre.host.vllm_process import interpreter
 from opengyre.shared.settings import HostSettings
+from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.tiny.types import EngineError, GenerateRequest, VersionSpan
 
@@ -65,7 +65,9 @@ def test_weights_that_cannot_be_served_as_they_are_are_named() -> None:
 
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"host.vllm_python is .*absent; allowed is the python of an environment"):
+    with pytest.raises(
+        VllmMissingError, match=r"host.vllm_python is .*absent; allowed is the python"
+    ):
         interpreter(str(tmp_path / "absent"))
 
 

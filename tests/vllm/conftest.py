@@ -8,15 +8,14 @@ import pytest
 import pytest_asyncio
 
 from opengyre.host.vllm import VllmEngine
-from opengyre.host.vllm_process import interpreter
-from opengyre.tiny.types import EngineError
+from opengyre.shared.vllm import VllmMissingError, interpreter
 from support.vllm_models import Models, settings
 
 
 def missing() -> str | None:
     try:
         interpreter(os.environ.get("GYRE_HOST__VLLM_PYTHON"))
-    except EngineError as error:
+    except VllmMissingError as error:
         return str(error)
     return None
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -48,6 +48,9 @@ def demo(
     headless: Annotated[bool, typer.Option("--headless", help="Lines instead of a live view.")] = False,
     updates: Annotated[int, typer.Option(min=1, max=10_000, help="Updates to train for.")] = DemoOptions.updates,
     hosts: Annotated[int, typer.Option(min=1, max=64, help="GPU hosts to emulate.")] = DemoOptions.hosts,
+    engine: Annotated[
+        Literal["tiny", "vllm"], typer.Option(help="What serves the policy; vllm needs the environment of `make vllm`.")
+    ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Of the policy, the tasks and the sampling.")] = DemoOptions.seed,
     out: Annotated[Path, typer.Option(help="Directory of summary.json.")] = DemoOptions.out,
     state_dir: Annotated[Path | None, typer.Option(help="State of the stack; default: `state` in --out.")] = None,
@@ -63,6 +66,7 @@ def demo(
     options = DemoOptions(
         updates=updates,
         hosts=hosts,
+        engine=engine,
         seed=seed,
         out=out,
         state_dir=state_dir or out / "state",
@@ -184,9 +188,11 @@ class Demo:
             "run": spec.run,
             "updates": self.options.updates,
             "hosts": self.options.hosts,
+            "engine": self.options.engine,
             "seed": self.options.seed,
         }
-        missed = shortfalls(facts, report, self.options.updates)
+        switches = None if self.options.engine == "tiny" else 1
+        missed = shortfalls(facts, report, self.options.updates, switches)
         return summary(facts, report, self.wall_s, settings, missed)
 
     async def _spec(self, bus: Bus, model: Path) -> RunSpec:
@@ -209,7 +215,11 @@ class Demo:
         state = self.options.state_dir.absolute()
         if not self.options.keep:
             await asyncio.to_thread(_clear, state)
-        async with running(Options(state, self.options.hosts), self.settings, self._note) as run:
+        engine = self.options.engine
+        # The demo's policy has so many positions, and cells switch too seldom to be tried beforehand.
+        own = {"GYRE_HOST__VLLM_CONTEXT": "512", "GYRE_HOST__DRY_SWITCH": "false"} if engine == "vllm" else {}
+        options = Options(state, self.options.hosts, engine=engine, environment=own)
+        async with running(options, self.settings, self._note) as run:
             lacking = await run.wait_ready()
             if lacking:
                 raise DemoError("not everything runs: " + "; ".join(f"{name}: {why}" for name, why in lacking.items()))

@@ -129,10 +129,11 @@ def rise(scores: Sequence[float]) -> float | None:
     return sum(scores[-quarter:]) / quarter - sum(scores[:quarter]) / quarter
 
 
-def shortfalls(facts: Facts, staleness: StalenessReport | None, updates: int) -> list[str]:
+def shortfalls(facts: Facts, staleness: StalenessReport | None, updates: int, switches: int | None = None) -> list[str]:
     """Which promises of the demo were not met, a sentence each; empty if all were.
 
     A demo that was asked for fewer updates than are needed to learn or to publish is held to what is possible.
+    `switches`: how many are promised where they are dear.
     """
     missed: list[str] = []
     if len(facts.curve) < updates:
@@ -144,7 +145,7 @@ def shortfalls(facts: Facts, staleness: StalenessReport | None, updates: int) ->
     wanted = min(VERSIONS, updates // 2)
     if both < wanted:
         missed.append(f"{both} versions were published and applied; {wanted} were promised")
-    wanted = SWITCHES if updates >= 8 else 1
+    wanted = switches or (SWITCHES if updates >= 8 else 1)
     if facts.switches_live < wanted:
         missed.append(f"{facts.switches_live} role switches happened with episodes live; {wanted} were promised")
     if facts.interrupted:

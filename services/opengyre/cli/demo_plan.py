@@ -13,6 +13,7 @@ from opengyre.proto.task import TaskSpec
 from opengyre.shelltasks.tasks import generate
 
 EVALUATION_TASKS = 96
+VLLM_DWELL_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class DemoOptions:
     out: Path = Path("runs/demo")
     state_dir: Path = Path("runs/demo/state")
     cache: Path = Path("runs/cache")
+    engine: Literal["tiny", "vllm"] = "tiny"
     keep: bool = False
     """Go on from the state directory as it is."""
     attach: str | None = None
@@ -45,7 +47,8 @@ def run_spec(options: DemoOptions, run: str, model: Path) -> RunSpec:
         # Apart from the agent an evaluation takes 40 ms of a core instead of 13: at 14 episodes a second a fifth of two
         # cores. A warm-started agent of one-line commands does not plant files for its checks.
         scoring=Scoring(grading="shared"),
-        elastic=Elastic(),
+        # On a CPU vLLM is ended and started again at each switch, in a quarter of a minute.
+        elastic=Elastic() if options.engine == "tiny" else Elastic(dwell_s=VLLM_DWELL_S),
     )
 
 

@@ -51,7 +51,7 @@ class Addresses:
     """Further settings of all services, as environment variables."""
 
 
-EngineName = Literal["tiny", "emulated"]
+EngineName = Literal["tiny", "vllm", "emulated"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Fleet:
     hosts: int = 2
     engine: EngineName = "tiny"
     processes: int = 1
-    """Of the emulated engine, whose hosts share processes; a tiny host always has its own."""
+    """Of the emulated engine, whose hosts share processes; others always have their own."""
 
     def shares(self) -> list[int]:
         """How many hosts each process holds; they differ by one at most."""
-        processes = self.hosts if self.engine == "tiny" else min(self.processes, self.hosts)
+        processes = min(self.processes, self.hosts) if self.engine == "emulated" else self.hosts
         return [self.hosts // processes + (n < self.hosts % processes) for n in range(processes)]
 
 

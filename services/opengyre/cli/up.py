@@ -29,6 +29,7 @@ from opengyre.sandbox.machine import find_bwrap
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
 from opengyre.shared.settings import Settings
+from opengyre.shared.vllm import VllmMissingError, interpreter
 
 BROKER_S = 20.0
 READY_S = 60.0
@@ -87,11 +88,16 @@ def check(options: Options, settings: Settings) -> None:
     """Raise `StackError` or `MissingBinaryError` for what a stack would fail of, before anything of it is there."""
     if options.port is not None and not is_free(options.port):
         raise StackError(f"--port {options.port} is taken by another program; give a free one, or leave it out")
-    if options.engine == "tiny" and options.hosts > MAX_TINY:
+    if options.engine != "emulated" and options.hosts > MAX_TINY:
         raise StackError(f"--hosts is {options.hosts}; allowed are 1 to {MAX_TINY}, or more with --engine emulated")
     port = settings.http.port
     if options.port is None and port and not is_free(port):
         raise StackError(f"http.port {port} is taken by another program; set a free one, or 0, or give --port")
+    if options.engine == "vllm":
+        try:
+            interpreter(settings.host.vllm_python)
+        except VllmMissingError as error:
+            raise StackError(str(error)) from error
     if not _is_set(settings, "bus"):
         embedded.nats_binary()
     if not _is_set(settings, "cache"):

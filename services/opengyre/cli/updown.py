@@ -47,7 +47,10 @@ def up(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the REST API.")] = None,
     engine: Annotated[
         EngineName | None,
-        typer.Option(help="tiny trains for real, a process a host; emulated only takes time. Default: host.engine."),
+        typer.Option(
+            help="tiny trains for real, a process a host; vllm serves by vLLM; emulated only takes time. "
+            "Default: host.engine."
+        ),
     ] = None,
     host_processes: Annotated[int, typer.Option(min=1, max=64, help="Processes that emulated hosts share.")] = 1,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when everything runs.")] = False,

@@ -28,8 +28,9 @@ import aiohttp
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of, gauges
 from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan
-from opengyre.host.vllm_process import Server, interpreter
+from opengyre.host.vllm_process import Server
 from opengyre.shared.settings import HostSettings
+from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.types import (
     EngineBusyError,
     EngineError,
@@ -236,7 +237,10 @@ class VllmEngine:
         await self._look()
 
     async def _start(self, facts: Facts) -> None:
-        python = interpreter(self._settings.vllm_python)
+        try:
+            python = interpreter(self._settings.vllm_python)
+        except VllmMissingError as error:
+            raise EngineError(str(error)) from error
         gpus = gpus_of(os.environ)
         free = await asyncio.to_thread(free_memory) if not gpus else await asyncio.to_thread(_gpu_memory, python)
         self._plan = plan(facts, self._settings, gpus=gpus, free_bytes=free)

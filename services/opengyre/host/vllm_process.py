@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,18 +28,6 @@ SIDE = Path(__file__).parent / "vllm_side"
 STOP_S = 10.0
 LOOK_S = 0.2
 TAIL = 12
-
-
-def interpreter(setting: str | None) -> str:
-    """The python that has vLLM; raises `EngineError` naming the setting."""
-    here = [setting] if setting else [".venv-vllm/bin/python", str(Path(sys.prefix).parent / ".venv-vllm/bin/python")]
-    for path in here:
-        if os.access(path, os.X_OK):
-            return str(Path(path).absolute())
-    raise EngineError(
-        f"host.vllm_python is {setting or 'not set, and there is no .venv-vllm'}; allowed is the python of an "
-        "environment with vLLM (`make vllm` makes .venv-vllm)"
-    )
 
 
 def free_port() -> int:
