@@ -63,3 +63,20 @@ async def test_tasks_of_others_are_solved_and_scored_in_their_environments(stack
             assert along == [[0.0], [0.0], [1.0]]
             assert isinstance(log[-1], Ended)
             assert log[-1].reason == "done"
+
+
+async def test_a_verifier_in_an_environment_of_its_own_scores_an_episode(stack: Stack, tmp_path: Path) -> None:
+    harbor(
+        tmp_path / "tasks" / "apart",
+        task_DOT_toml='artifacts = ["/app/answer"]\n[verifier]\nenvironment_mode = "separate"\n',
+        tests__Dockerfile="FROM debian\nCOPY . /tests/\n",
+    )
+    (task,) = load_tasks(tmp_path / "tasks")
+    base = msgspec.structs.replace(dispatch(max_turns=3), task=task)
+    async with stack.host("h0", ["echo 42 > answer", "done"]).up(), stack.service():
+        for number, scoring in enumerate((Scoring(grading="separate"), Scoring(grading="shared"))):
+            episode = msgspec.structs.replace(base, execution=f"{base.execution}{number}", scoring=scoring)
+            await stack.submit(episode)
+            await eventually(lambda episode=episode: stack.ended(episode), 60)
+            (verified,) = [event for event in await stack.log(episode) if isinstance(event, Verified)]
+            assert (verified.infra_error, [part.value for part in verified.parts]) == (None, [1.0])

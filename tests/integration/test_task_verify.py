@@ -342,8 +342,8 @@ async def test_a_step_is_prepared_once_and_its_fault_is_an_answer(box: Box) -> N
 
 
 async def test_what_a_context_ignores_is_not_copied(box: Box) -> None:
-    content = dict.fromkeys(("a.log", "a.txt", "keys/secret", "keys/public"), "")
-    content[".dockerignore"] = "*.log\nkeys\n!keys/public\n"
+    content = {".dockerignore": "*.log\nkeys\n!keys/public\n"}
+    content |= {"a.log": "", "a.txt": "", "keys/secret": "", "keys/public": ""}
     context = squeeze(pack([("", write(box.root / "context", content))]))
     environment = TaskEnvironment(dockerfile="FROM debian\nWORKDIR /app\nCOPY . .\n", context=context)
     await box.manager.create(SandboxSpec(sandbox="s", owner="test", environment=environment))
