@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from opengyre.chat.codec import UNBOUNDED, longest_token
 from opengyre.chat.messages import ChatError
+from opengyre.chat.template import ChatTemplate
 from support.chats import SPECIALS, TEMPLATES, bpe, fast, renderer
 
 pytestmark = pytest.mark.torch
@@ -94,6 +95,16 @@ def test_the_classes_of_the_templates() -> None:
     assert suffixed == {"chatml": [True, True], "llama3": [True, True], "qwen": [False, True]}
     assert [renderer(family).rewrites for family in FAMILIES] == [False, False, True, True]
     assert renderer("moving").render_suffix(user) is None
+
+
+def test_no_suffix_is_given_where_it_depends_on_what_stands_before() -> None:
+    def numbered(messages: list[dict[str, Any]], _tools: Any, generation_prompt: bool) -> str:
+        told = "".join(f"[{place} {message['role']}]{message['content']}" for place, message in enumerate(messages))
+        return told + (f"[{len(messages)} assistant]" if generation_prompt else "")
+
+    template = ChatTemplate(numbered, "", [])
+    assert template.suffix([{"role": "user", "content": "x"}]) is None
+    assert template.rewrites
 
 
 def test_a_template_that_rewrites_keeps_the_turns_whose_text_it_keeps() -> None:
