@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from opengyre.gateway import examples, models
 from opengyre.gateway.deps import is_unicode
 from opengyre.gateway.problems import Problem, of_validation, response
-from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec, Sampling
+from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec, Sampling, Shot, ShotTurn
 from opengyre.proto.task import Artifact, Check, Healthcheck, TaskEnvironment, TaskSpec, TaskStep, TaskTests
 from opengyre.proto.task_rules import InvalidTaskError, validate_task
 
@@ -49,6 +49,8 @@ def problem_of(document: Any, kind: Any = SUBMISSION) -> Problem:
         (models.ArtifactIn, Artifact, set()),
         (models.DispatchIn, Dispatch, set()),
         (models.HarnessIn, Harness, set()),
+        (models.ShotIn, Shot, set()),
+        (models.ShotTurnIn, ShotTurn, set()),
         (models.OptimizationIn, Optimization, set()),
         (models.SamplingIn, Sampling, set()),
         (models.ElasticIn, Elastic, set()),
@@ -63,7 +65,7 @@ def test_a_model_mirrors_its_struct(model: type[models.Input], struct: type[msgs
         theirs = model.model_fields[field.name].get_default(call_default_factory=True)
         ours = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         if isinstance(ours, msgspec.Struct):
-            ours, theirs = msgspec.to_builtins(ours), theirs.model_dump()
+            ours, theirs = msgspec.json.decode(msgspec.json.encode(ours)), theirs.model_dump()  # JSON has lists
         elif isinstance(ours, tuple | bytes):  # JSON has lists, and base64
             ours = list(ours) if isinstance(ours, tuple) else msgspec.to_builtins(ours)
         if field.name != "checks":  # the struct allows a task without checks, the API does not
