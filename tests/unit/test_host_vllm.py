@@ -65,9 +65,7 @@ def test_weights_that_cannot_be_served_as_they_are_are_named() -> None:
 
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        VllmMissingError, match=r"host.vllm_python is .*absent; allowed is the python"
-    ):
+    with pytest.raises(VllmMissingError, match=r"host.vllm_python is .*absent; allowed is the python"):
         interpreter(str(tmp_path / "absent"))
 
 
