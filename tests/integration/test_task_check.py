@@ -2,6 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +163,44 @@ def test_without_the_stand_ins_a_fetch_fails_and_nothing_is_made_up(tmp_path: Pa
     task = harbor(tmp_path / "task", tests__test_DOT_sh=script)
     (fact,) = check(task, options=("--stand-in", "host", "--no-offline"), code=1)
     assert "left no reward.json" in fact["remarks"][0]
+
+
+def test_what_a_killed_check_left_is_removed_by_the_next(
+    node: tuple[str, tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes or containers, its snapshots, its folder."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    slow = harbor(tmp_path / "slow", tests__test_DOT_sh="#!/bin/sh\nsleep 100\n")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "opengyre.cli", "task", "check", str(slow), *node[1]],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not any(place.glob("gyre-check-*/sandbox*/node/sandboxes/*")):
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        running.kill()
+        running.wait(10)
+    [left] = place.glob("gyre-check-*")
+    check(harbor(tmp_path / "quick"), options=node[1])
+    assert not left.exists()
+    assert not list(place.glob("gyre-check-*"))
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in lines if str(left).encode() in line]
+
+
+def test_steps_whose_rewards_have_names_of_their_own_are_judged_each(
+    node: tuple[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    """The mean over all steps of a reward that one of them has is below 1, and says nothing about the solution."""
+    second = "#!/bin/sh\n[ -f second ] && echo '{\"x\": 1}' > /logs/verifier/reward.json"
+    named = {**STEPS_TASK, "steps/two/tests/test.sh": f"{second} || echo '{{\"x\": 0}}' > /logs/verifier/reward.json\n"}
+    [fact] = check(write(tmp_path / "named", named), options=node[1])
+    assert fact["reference"]["rewards"] == {"reward": 0.5, "x": 0.5}
+    assert fact["ok"], fact

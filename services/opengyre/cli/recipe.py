@@ -23,6 +23,7 @@ import msgspec
 from opengyre.cli.task_files import TaskFileError, known, load_tasks
 from opengyre.proto.ids import BadIdentifierError, check_run
 from opengyre.proto.run import (
+    Branching,
     Dispatch,
     Elastic,
     Harness,
@@ -115,6 +116,9 @@ def _run(path: Path, table: Any) -> RunSpec:
             known(str(path), f"run.{name}.", table[name], kind)
     harness = table.get("harness")
     shots = harness.get("shots") if isinstance(harness, dict) else None
+    branching = harness.get("branching") if isinstance(harness, dict) else None
+    if isinstance(branching, dict):
+        known(str(path), "run.harness.branching.", branching, Branching)
     for number, shot in enumerate(shots if isinstance(shots, list) else ()):
         if isinstance(shot, dict):
             known(str(path), f"run.harness.shots[{number}].", shot, Shot)
@@ -145,7 +149,9 @@ def wrong_type(error: msgspec.ValidationError, table: Any, kind: type[Any]) -> s
     hint: Any = kind
     for name in place[1].split("."):
         value = value.get(name) if isinstance(value, dict) else None
-        hint = get_type_hints(hint).get(name) if isinstance(hint, type) else None
+        # Of a table that may be left out, the table.
+        tables = [part for part in (get_args(hint) or (hint,)) if isinstance(part, type) and part is not type(None)]
+        hint = get_type_hints(tables[0]).get(name) if tables else None
     options = [option for part in (get_args(hint) or (hint,)) for option in (get_args(part) or (part,))]
     allowed = ", ".join(KINDS.get(option, repr(option)) for option in options if option is not type(None))
     return f"{place[1]} is {value!r}; allowed: {allowed}"

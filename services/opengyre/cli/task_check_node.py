@@ -1,20 +1,24 @@
 """The machine on which `gyre task check` makes tasks: a backend of its own, which leaves nothing.
 
+What a check that was killed has left, the next one removes: each holds a lock in its folder for as long as it lives.
+
 Awaits: one sandbox at a time, each step bounded by the task's own timeouts.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 from opengyre.cli.task_check_run import Facts, judged, run_task
 from opengyre.cli.task_files import is_directory_of_others as is_task
 from opengyre.sandbox import offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
+from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import Backend, CannotIsolateError
 from opengyre.sandbox.environments import Environments
 from opengyre.sandbox.harbor import OFFLINE
@@ -22,6 +26,9 @@ from opengyre.sandbox.origin import HOST
 from opengyre.sandbox.service import docker_backend
 from opengyre.shared.settings import SandboxSettings
 from opengyre.tasks.directory import TaskDirectory, read_task
+
+PREFIX = "gyre-check-"
+LOCK = "lock"
 
 
 def found(paths: list[Path]) -> list[TaskDirectory]:
@@ -50,13 +57,16 @@ async def check_all(tasks: list[TaskDirectory], settings: SandboxSettings, tell:
 @contextlib.asynccontextmanager
 async def node(settings: SandboxSettings) -> AsyncIterator[Environments]:
     """A backend of this command's own, with its environments; it leaves nothing."""
-    folder = Path(tempfile.mkdtemp(prefix="gyre-check-"))
+    for left in _abandoned():
+        await clear(left, settings)
+        shutil.rmtree(left, ignore_errors=True)
+    folder, held = _folder()
     try:
         binds: Mapping[str, str] = settings.bound()
         if settings.offline:
             tools, _ = await asyncio.to_thread(offline.make, offline.place(folder))
             binds = {**binds, OFFLINE: str(tools)}
-        backend = _backend(folder / "node", settings, binds)
+        backend = _backend(folder, settings, binds)
         # A start that fails half-way has to be taken back as well.
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(backend.stop)
@@ -64,13 +74,36 @@ async def node(settings: SandboxSettings) -> AsyncIterator[Environments]:
             if isinstance(backend, Bubblewrap) and settings.stand_in == HOST:
                 await asyncio.to_thread(stand_in.ensure, backend.image_cache)
             environments = Environments(backend, "this machine", stand_in=settings.stand_in, offline=settings.offline)
+            stack.push_async_callback(environments.forget)
             yield environments
-            await environments.forget()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
-def _backend(root: Path, settings: SandboxSettings, binds: Mapping[str, str]) -> Backend:
+def _folder() -> tuple[Path, int]:
+    """A folder that is locked before another check can find it; and the lock."""
+    made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+    held = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name[1:])), held
+
+
+def _abandoned() -> Iterator[Path]:
+    """Folders of checks that have died; each is locked until the next is asked for."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError, PermissionError):  # ends, lives, is another's
+            held = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield folder
+            finally:
+                os.close(held)
+
+
+def _backend(folder: Path, settings: SandboxSettings, binds: Mapping[str, str]) -> Backend:
+    # As a service's state directory has them, so that `clear` finds them.
+    root = folder / ("sandbox-docker" if settings.backend == "docker" else "sandbox") / "node"
     if settings.backend == "docker":
         bound = tuple(f"{inside}={outside}" for inside, outside in binds.items())
         return docker_backend(root, settings.model_copy(update={"binds": bound}))

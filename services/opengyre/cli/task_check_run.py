@@ -84,7 +84,9 @@ def judged(task: TaskDirectory, sentence: str, nothing: Outcome, reference: Outc
         remarks.append(f"not used here: {', '.join(not_used)}")
     good = False
     if nothing.error is None and reference is not None and reference.error is None:
-        short = {name: value for name, value in reference.rewards.items() if value < 1}
+        # Of several steps each has rewards of its own, which a mean over all of them would mix.
+        each = reference.steps or (reference.rewards,)
+        short = {name: value for rewards in each for name, value in rewards.items() if value < 1}
         gained = any(value > nothing.rewards.get(name, 0.0) for name, value in reference.rewards.items())
         if short:
             remarks.append("the solution earns only " + ", ".join(f"{name}={value:g}" for name, value in short.items()))
