@@ -30,7 +30,7 @@ class Models:
             config = LlamaConfig(
                 vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-                tie_word_embeddings=True, initializer_range=0.15, bos_token_id=1, eos_token_id=2,
+                tie_word_embeddings=True, initializer_range=0.1, bos_token_id=1, eos_token_id=2,
             )  # fmt: skip
             self._models[name] = LlamaForCausalLM(config).eval()
             self.paths[name] = folder / name
