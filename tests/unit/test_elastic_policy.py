@@ -1,10 +1,11 @@
 """The elastic rule as a pure function: laws over random cells, and the cases that once hung."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opengyre.elastic.policy import LATE_S, decide, needed, target
+from opengyre.elastic.policy import LATE_S, decide, needed, target, useful
 from opengyre.proto.decision import CellView, PolicyInput
 from opengyre.proto.host import HostState
 from opengyre.proto.run import Dispatch, Elastic
@@ -203,3 +204,9 @@ def test_decisions_come_to_rest(given: PolicyInput, since: int) -> None:
             for c in cells
         ]
     raise AssertionError(f"still changing: {cells}")
+
+
+@pytest.mark.parametrize(("gate", "switch_s"), [(1e-200, 1e-200), (1.0, 5e-324), (1e-300, 1e-8)])
+def test_a_gate_too_small_to_divide_by_holds_nothing_back(gate: float, switch_s: float) -> None:
+    given = situation(cell("a"), cell("b"), ready=3, gate=gate)
+    assert useful(msgspec.structs.replace(given, train_s=1.0, switch_s=switch_s), 3) == 3

@@ -116,7 +116,10 @@ def useful(given: PolicyInput, ready: float) -> int:
     shares = math.ceil(ready * size / (elastic.grain or size) - 1e-9)
     if not given.train_s or not given.switch_s or not elastic.gate:
         return shares
-    return min(shares, max(1, math.ceil(ready * given.train_s / (elastic.gate * given.switch_s) - 1e-9)))
+    work, least = ready * given.train_s, elastic.gate * given.switch_s
+    if work >= shares * least:  # also where switches take so little that the quotient is no number
+        return shares
+    return max(1, math.ceil(work / least - 1e-9))
 
 
 def _ready(given: PolicyInput, training: Sequence[CellView]) -> float:
