@@ -1,8 +1,6 @@
 """Episodes through the rollout service, with a real broker, against a scripted host and sandbox."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from opengyre.rollout.journal import Journal
 from opengyre.rollout.restore import MOST
 from opengyre.shared import metrics
 from opengyre.shared.blobs import Blobs
-from opengyre.shared.bus import Bus, FencedError, RpcFailedError
+from opengyre.shared.bus import FencedError, RpcFailedError
 from opengyre.shared.settings import CacheSettings
 from opengyre.shared.waits import Waits
 from support import eventually
@@ -23,14 +21,6 @@ from support.rollout_fakes import Stack, dispatch
 
 SCRIPT = ["echo one > a.txt", "cat b.txt", "done"]
 WHOLE = ["Started", "SandboxOpened", "Call", "ToolResult", "Call", "ToolResult", "Call", "Verified", "Ended"]
-
-
-@pytest.fixture
-async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    async with made.sandboxes.up():
-        yield made
 
 
 def kinds(events: list) -> list[str]:

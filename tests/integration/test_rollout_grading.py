@@ -36,7 +36,7 @@ from opengyre.rollout.endpoint import Endpoints, load_secret
 from opengyre.rollout.runner import Runner
 from opengyre.sandbox import machine
 from opengyre.sandbox.clear import clear
-from opengyre.shared.bus import Bucket, Bus, RpcFailedError, read
+from opengyre.shared.bus import Bucket, RpcFailedError, read
 from opengyre.trajectory.assemble import assemble
 from support import eventually
 from support.processes import process
@@ -67,19 +67,6 @@ real = [
         reason="needs bubblewrap and user namespaces",
     ),
 ]
-
-
-@pytest.fixture
-async def bare(bus: Bus, nats_server: Any, tmp_path: Path) -> Stack:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    return made
-
-
-@pytest.fixture
-async def stack(bare: Stack) -> AsyncIterator[Stack]:
-    async with bare.sandboxes.up():
-        yield bare
 
 
 def scored(scoring: Scoring, **harness: object) -> EpisodeDispatch:

@@ -5,8 +5,7 @@ import contextlib
 import functools
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -22,28 +21,15 @@ from opengyre.proto.service import ServiceStatus
 from opengyre.proto.task import Check
 from opengyre.proto.traj import AnyTrajEvent, Call, Ended, Forked, SandboxOpened, TakenOver, ToolResult, Verified
 from opengyre.rollout.endpoint import Endpoints, load_secret
-from opengyre.sandbox import machine
-from opengyre.shared.bus import Bucket, Bus, RpcFailedError
+from opengyre.shared.bus import Bucket, RpcFailedError
 from opengyre.trajectory.assemble import assemble
 from support import eventually
 from support.processes import process
 from support.rollout_fakes import FakeHost, Stack, dispatch
+from support.sandboxes import needs_sandboxes
 
 SCRIPT = ["echo one > a.txt", "cat a.txt", "cp a.txt b.txt", "done"]
 E = TypeVar("E", bound=AnyTrajEvent)
-
-
-@pytest.fixture
-async def bare(bus: Bus, nats_server: Any, tmp_path: Path) -> Stack:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    return made
-
-
-@pytest.fixture
-async def stack(bare: Stack) -> AsyncIterator[Stack]:
-    async with bare.sandboxes.up():
-        yield bare
 
 
 def branching(turn: int = 1, copies: int = 2, **harness: Any) -> EpisodeDispatch:
@@ -300,10 +286,7 @@ async def test_a_lane_that_does_not_exist_is_refused_by_name(stack: Stack) -> No
 
 
 @pytest.mark.sandbox
-@pytest.mark.skipif(
-    machine.find_bwrap() is None or machine.user_namespaces() is not None,
-    reason="needs bubblewrap and user namespaces",
-)
+@needs_sandboxes
 async def test_what_a_lane_does_no_other_lane_sees(bare: Stack) -> None:
     """With the sandbox service: files, and from them the advantages."""
     episode = branching(max_tokens=200, context_tokens=2000)

@@ -6,29 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
+from collections.abc import Iterator
 
 from opengyre.proto import subjects
 from opengyre.proto.service import ServiceStatus
 from opengyre.proto.traj import AnyTrajEvent, Call, Ended, TakenOver, ToolResult
-from opengyre.shared.bus import Bucket, Bus
+from opengyre.shared.bus import Bucket
 from support import eventually
 from support.rollout_fakes import Stack, dispatch
 
 SCRIPT = ["echo one > a.txt", "cat b.txt", "cp a.txt b.txt", "done"]
 EPISODES = 6
-
-
-@pytest.fixture
-async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    async with made.sandboxes.up():
-        yield made
 
 
 @contextlib.contextmanager

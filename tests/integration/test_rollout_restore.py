@@ -1,28 +1,16 @@
 """A sandbox that is gone when a writer takes over (a stack that was down, a machine that was lost) is made again."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from opengyre.proto.sandbox import ExecRequest, ExecResult, VerifyRequest, VerifyResult
 from opengyre.proto.traj import Ended, SandboxOpened, ToolResult, Verified
-from opengyre.shared.bus import Bus
 from support import eventually
 from support.rollout_fakes import Stack, dispatch
 
 SCRIPT = ["echo one > a.txt", "cat a.txt", "cp a.txt b.txt", "done"]
-
-
-@pytest.fixture
-async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    async with made.sandboxes.up():
-        yield made
 
 
 async def lose_in_the_middle(stack: Stack, number: int, exit_code: int) -> list[Any]:

@@ -1,7 +1,6 @@
 """`gyre task check` in real sandboxes: what nothing and the solution earn, and what is said where that fails."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,16 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from opengyre.cli.main import app
-from opengyre.sandbox import machine
 from support.foreign_tasks import APART_TASK, BENCH_TASK, PYTEST_TASK, STEPS_TASK, harbor, real_task, write
+from support.sandboxes import on_images
 
-pytestmark = [
-    pytest.mark.sandbox,
-    pytest.mark.skipif(
-        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
-        reason="needs bubblewrap, and root for images",
-    ),
-]
+pytestmark = on_images
 
 
 def check(*paths: Path, options: tuple[str, ...] = ("--stand-in", "host"), code: int = 0) -> Any:

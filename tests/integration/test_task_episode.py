@@ -1,42 +1,24 @@
 """A task of others as an episode: its environment, its agent's commands, its tests at the end, in real sandboxes."""
 
-import os
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from opengyre.cli.task_files import load_tasks
-from opengyre.proto import subjects
 from opengyre.proto.run import Scoring
-from opengyre.proto.service import ServiceStatus
 from opengyre.proto.traj import Ended, Progressed, ToolResult, Verified
-from opengyre.sandbox import machine
-from opengyre.shared.bus import Bucket, Bus
 from support import eventually
 from support.foreign_tasks import BENCH_TASK, harbor, write
-from support.processes import process
 from support.rollout_fakes import Stack, dispatch
+from support.sandboxes import on_images
 
-pytestmark = [
-    pytest.mark.sandbox,
-    pytest.mark.skipif(
-        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
-        reason="needs bubblewrap, and root for images",
-    ),
-]
+pytestmark = on_images
 
 
 @pytest.fixture
-async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    with process(made, "sandbox", SANDBOX__STAND_IN="host") as running:
-        async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
-            await eventually(lambda: running.pid in {s.pid for s in services.values.values() if s.ready}, 60)
-        yield made
+def stack(host_stack: Stack) -> Stack:
+    return host_stack
 
 
 async def test_tasks_of_others_are_solved_and_scored_in_their_environments(stack: Stack, tmp_path: Path) -> None:

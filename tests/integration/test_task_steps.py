@@ -1,18 +1,14 @@
 """Tasks of several steps as episodes in real sandboxes: each step asked for, prepared, judged, and continued."""
 
-import os
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from opengyre.cli.task_files import load_tasks
-from opengyre.proto import subjects
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.sandbox import DestroyRequest, DestroyResult
-from opengyre.proto.service import ServiceStatus
 from opengyre.proto.traj import (
     PROGRAM,
     AnyTrajEvent,
@@ -24,31 +20,19 @@ from opengyre.proto.traj import (
     ToolResult,
     Verified,
 )
-from opengyre.sandbox import machine
-from opengyre.shared.bus import Bucket, Bus, call
+from opengyre.shared.bus import call
 from opengyre.trajectory.score import score_of
 from support import eventually
 from support.foreign_tasks import STEPS_TASK, write
-from support.processes import process
 from support.rollout_fakes import FakeHost, Stack, dispatch
+from support.sandboxes import on_images
 
-pytestmark = [
-    pytest.mark.sandbox,
-    pytest.mark.skipif(
-        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
-        reason="needs bubblewrap, and root for images",
-    ),
-]
+pytestmark = on_images
 
 
 @pytest.fixture
-async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Stack]:
-    made = Stack(bus, tmp_path, nats_server.url)
-    await made.prepare()
-    with process(made, "sandbox", SANDBOX__STAND_IN="host") as running:
-        async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
-            await eventually(lambda: running.pid in {s.pid for s in services.values.values() if s.ready}, 60)
-        yield made
+def stack(host_stack: Stack) -> Stack:
+    return host_stack
 
 
 def episode(stack: Stack, files: dict[str, str] | None = None, **harness: object) -> EpisodeDispatch:

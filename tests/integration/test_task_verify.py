@@ -1,7 +1,6 @@
 """Tasks' own tests in the sandbox service's manager: who may say what the work is worth. Real sandboxes."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from opengyre.proto.sandbox import (
     VerifyResult,
 )
 from opengyre.proto.task import Artifact, Collect, Healthcheck, TaskEnvironment, TaskTests
-from opengyre.sandbox import machine, offline, stand_in
+from opengyre.sandbox import offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InfraError, InvalidRequest, Spec
 from opengyre.sandbox.environments import Environments
@@ -29,14 +28,9 @@ from opengyre.tasks.archives import pack, squeeze
 from opengyre.tasks.convert import environment_of, verifier_of
 from opengyre.tasks.directory import read_task
 from support.foreign_tasks import REWARD, harbor, write
+from support.sandboxes import on_images
 
-pytestmark = [
-    pytest.mark.sandbox,
-    pytest.mark.skipif(
-        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
-        reason="needs bubblewrap, and root for images",
-    ),
-]
+pytestmark = on_images
 PAYS = f"#!/bin/sh\n({REWARD}) > /logs/verifier/reward.txt\n"
 
 

@@ -1,6 +1,5 @@
 """What the vLLM engine reads of a model directory, and what it brings into vLLM's environment."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,7 @@ import pytest
 from opengyre.host import vllm_plan
 from opengyre.host.vllm_plan import facts_of
 from opengyre.tiny.config import ModelDirectoryError
-
-
-def model(folder: Path, **changes: Any) -> Path:
-    fields = {
-        "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "dtype": "bfloat16", **changes,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(fields))
-    header = b"{}"
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1000))
-    return folder
+from support.vllm_directory import model
 
 
 def test_what_a_model_takes_is_read_from_its_directory(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,14 @@ needs_sandboxes = pytest.mark.skipif(
     machine.find_bwrap() is None or machine.user_namespaces() is not None,
     reason="needs bubblewrap and user namespaces",
 )
+on_images = [
+    pytest.mark.sandbox,
+    pytest.mark.skipif(
+        machine.find_bwrap() is None or machine.user_namespaces() is not None or os.geteuid() != 0,
+        reason="needs bubblewrap, and root for images",
+    ),
+]
+"""Of a suite whose sandboxes are made of images."""
 PYTHON = "/usr/bin/python3"
 needs_python = pytest.mark.skipif(
     not Path(PYTHON).exists(), reason="what is tried is written in Python, and sandboxes see the machine's /usr"

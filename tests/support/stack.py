@@ -2,17 +2,22 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from opengyre.cli.demo_client import Api
 from opengyre.cli.demo_driver import Driver
-from opengyre.cli.demo_plan import DemoOptions
+from opengyre.cli.demo_plan import DemoOptions, warm_start_name
 from opengyre.cli.demo_view import Shown
 from opengyre.cli.supervisor_plan import MARK, EngineName
 from opengyre.cli.up import Options, Running, running
@@ -108,3 +113,20 @@ async def get(url: str, key: str | None) -> tuple[int, object]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers) as session, session.get(url) as response:
         return response.status, msgspec.json.decode(await response.read())
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+def demonstrated(folder: Path, *options: str, timeout_s: float, **settings: str) -> tuple[Done, dict[str, Any]]:
+    """`gyre demo` as a person starts it in a folder, with a policy that is made in seconds: its end, its summary."""
+    cached = folder / "runs" / "cache" / warm_start_name(1)
+    cached.parent.mkdir(parents=True)
+    shutil.move(make_policy(folder), cached)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GYRE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "opengyre.cli", "demo", "--headless", *options],
+        cwd=folder, env={**environment, **settings}, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout
+    return done, json.loads((folder / "runs" / "demo" / "summary.json").read_text())

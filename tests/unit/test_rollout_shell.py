@@ -160,3 +160,11 @@ def test_branching_that_cannot_be_is_refused_by_name(harness: dict[str, Any], mo
 def test_branching_with_room_for_each_lane_is_taken() -> None:
     spec = RunSpec(run="r", model="/m", harness=Harness(branching=Branching(turn=3)), sampling=Sampling(j_max=2))
     assert validate(spec) == spec
+
+
+def test_a_loss_of_whole_sequences_does_not_go_with_credit_by_turns() -> None:
+    """Its gradient spreads over the path what one turn is credited with."""
+    credit, loss = Scoring(credit="progress", progress_every=1), Optimization(loss="sequence")
+    spec = RunSpec(run="r", model="/m", scoring=credit, optimization=loss)
+    with pytest.raises(InvalidRunError, match=r"credit is progress; .*allowed are clip, truncated and reinforce"):
+        validate(spec)

@@ -108,6 +108,9 @@ def test_a_sandbox_is_as_its_task_asks_where_the_node_can_hold_it() -> None:
     spec = specified(Spec(sandbox="s", memory_mb=256), environment, made, CAN)
     assert (spec.image, spec.env, spec.workdir, spec.user) == ("a:latest", {"A": "1", "B": "2"}, "/w", "me")
     assert (spec.memory_mb, spec.cpus, spec.disk_mb) == (2048, 2, 10)
+    for asked, limit in ((64, 64), (None, 256)):  # a limit below the node's own is one too
+        little = TaskEnvironment(dockerfile="FROM a", memory_mb=asked)
+        assert specified(Spec(sandbox="s", memory_mb=256), little, made, CAN).memory_mb == limit
 
 
 CONTEXT = tar(a="1", b__x="2", b__y="3", b__c__z="4")

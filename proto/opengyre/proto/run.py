@@ -268,6 +268,12 @@ def _branching(harness: Harness) -> tuple[tuple[str, float, float, float], ...]:
     )
 
 
+_SEQUENCE = (
+    "optimization.loss is sequence beside it; allowed are clip, truncated and reinforce, which judge each token by its "
+    "own advantage"
+)
+
+
 def _unbranched(spec: RunSpec, branching: Branching) -> str | None:
     """What does not go with lanes, in a sentence."""
     if spec.harness.agent != "shell":
@@ -277,10 +283,7 @@ def _unbranched(spec: RunSpec, branching: Branching) -> str | None:
         return "scoring.progress_every is set beside harness.branching; leave out one of them"
     if spec.optimization.loss == "sequence":
         # One ratio a path: its gradient is spread over the path, so the trunk would get what one lane is credited with.
-        return (
-            "optimization.loss is sequence beside harness.branching; allowed are clip, truncated and reinforce, which "
-            "judge each token by its own advantage"
-        )
+        return f"harness.branching is set; {_SEQUENCE}"
     j_max = spec.sampling.j_max
     if j_max is not None and j_max < branching.copies:
         return (
@@ -401,6 +404,8 @@ def validate(spec: RunSpec) -> RunSpec:
         raise InvalidRunError(wrong)
     if h.branching is not None and (fault := _unbranched(spec, h.branching)) is not None:
         raise InvalidRunError(fault)
+    if spec.scoring.credit == "progress" and o.loss == "sequence":
+        raise InvalidRunError(f"scoring.credit is progress; {_SEQUENCE}")
     if spec.scoring.credit == "progress" and spec.scoring.progress_every is None:
         raise InvalidRunError("scoring.progress_every is not set; scoring.credit = progress needs it, from 1")
     if o.average == "constant" and o.constant_tokens is None:

@@ -17,9 +17,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import subprocess
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ RATE_S = 3.0
 PATIENCE_S = 900.0
 
 
-def gpus_of(environment: dict[str, str] | os._Environ[str]) -> int:
+def gpus_of(environment: Mapping[str, str]) -> int:
     """How many GPUs this process may use; needs no torch."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -189,9 +190,14 @@ class VllmEngine:
         await self._take(directory, version)
 
     async def _take(self, directory: Path, version: int) -> None:
-        answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]})
+        try:
+            answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]})
+            await self._name(version)
+        except EngineError:
+            # Some may be the new ones: it serves nothing more, and its host leaves and starts it anew.
+            self._state = "closed"
+            raise
         log.info("weights of %s taken: %s", directory, answer)
-        await self._name(version)
 
     async def _name(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version)})
@@ -272,11 +278,13 @@ class VllmEngine:
 
     async def _measure(self, server: Server) -> None:
         while True:
-            await self._look()
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            try:
+                await self._look()
                 bound = aiohttp.ClientTimeout(total=5)
                 async with self._http().get(f"{server.url}/metrics", timeout=bound) as answer:
                     self._figures = gauges(await answer.text())
+            except (aiohttp.ClientError, TimeoutError, EngineError) as error:
+                log.info("vLLM could not be measured: %r", error)  # the figures of before stand
             await asyncio.sleep(MEASURE_S)
 
     async def _look(self) -> None:
@@ -343,8 +351,9 @@ class VllmEngine:
 
 
 def _gpu_memory(python: str) -> int:
-    """Bytes of the first GPU's memory."""
-    import subprocess
-
+    """Free bytes of the first GPU's memory; raises `EngineError`."""
     code = "import torch; print(torch.cuda.mem_get_info(0)[0])"
-    return int(subprocess.run([python, "-c", code], check=True, capture_output=True, timeout=120).stdout)
+    try:
+        return int(subprocess.run([python, "-c", code], check=True, capture_output=True, timeout=120).stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise EngineError(f"{python} does not say how much of the GPU's memory is free: {error}") from error

@@ -217,11 +217,9 @@ class Sandboxes:
 
     async def _let_go(self, node: str, verb: str, request: msgspec.Struct, reply: type[Reply]) -> None:
         try:
-            await call(
-                self.bus, SERVICE, node, verb, request, reply, timeout_s=MARGIN_S, patience_s=PATIENCE_S
-            )  # fmt: skip
+            await call(self.bus, SERVICE, node, verb, request, reply, timeout_s=MARGIN_S, patience_s=PATIENCE_S)
         except (RpcFailedError, RpcUnavailableError) as error:
-            log.info("%s is left to its lease: %s", request, error)
+            log.info("%s is left to its time to live: %s", request, error)
 
     @contextlib.asynccontextmanager
     async def kept(self, held: Callable[[], SandboxRef], owner: str, *, at_once: bool) -> AsyncIterator[None]:

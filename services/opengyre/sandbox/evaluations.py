@@ -8,8 +8,8 @@ Awaits: whoever repeats a request waits for the one under way, bounded by `Hands
 bounded by its timeout.
 """
 
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,23 +68,13 @@ class Evaluations:
         check.verification(request)
         if request.mode != "shared" and not self._backend.isolated:
             raise InvalidRequest(f"mode is {request.mode!r}; allowed is 'shared' on {self._node}, which cannot isolate")
-        sandbox = self._hands.find(request.sandbox)
-        if sandbox.verifying == request.verify_id:
-            await self._hands.until(sandbox, request.sandbox, lambda: sandbox.verifying != request.verify_id)
-        path = self._backend.folder(request.sandbox) / f"verify-{request.verify_id}.json"
-        recorded = load(path, VerifyResult)
-        if recorded is not None:
+        path = await self._place(request.sandbox, "verify", request.verify_id)
+        if (recorded := load(path, VerifyResult)) is not None:
             return recorded
-        sandbox = self._hands.ready(request.sandbox)
-        if request.tests is not None and sandbox.spec.image is None:
-            raise InvalidRequest("tests are for a sandbox with an environment or an image; allowed here are checks")
-        if sandbox.verifying is not None:
-            raise SandboxBusy(f"sandbox {request.sandbox!r} is being evaluated; try again when that has ended")
-        sandbox.verifying = request.verify_id
         live = request.mode == "live"
-        if not live:
-            sandbox.step(Event.VERIFY)
-        try:
+        with self._held(request.sandbox, request.verify_id, alone=not live) as sandbox:
+            if request.tests is not None and sandbox.spec.image is None:
+                raise InvalidRequest("tests are for a sandbox with an environment or an image; allowed here are checks")
             if not live:
                 await self._quiet(request)
             own = request.tests is not None and request.tests.environment is not None
@@ -92,36 +82,41 @@ class Evaluations:
             result = await make(sandbox, request)
             self._record(request.sandbox, path, result)
             return result
-        finally:
-            sandbox.verifying = None
-            sandbox.tell()
-            if not live:
-                sandbox.step(Event.VERIFIED)
 
     async def prepare(self, request: PrepareRequest) -> PrepareResult:
         """Make a sandbox ready for a step of a task, once for the id."""
         check.preparation(request)
-        sandbox = self._hands.find(request.sandbox)
-        if sandbox.verifying == request.prepare_id:
-            await self._hands.until(sandbox, request.sandbox, lambda: sandbox.verifying != request.prepare_id)
-        folder = self._backend.folder(request.sandbox)
-        path = folder / f"prepare-{request.prepare_id}.json"
-        recorded = load(path, PrepareResult)
-        if recorded is not None:
+        path = await self._place(request.sandbox, "prepare", request.prepare_id)
+        if (recorded := load(path, PrepareResult)) is not None:
             return recorded
-        sandbox = self._hands.ready(request.sandbox)
-        if sandbox.verifying is not None:
-            raise SandboxBusy(f"sandbox {request.sandbox!r} is being evaluated; try again when that has ended")
-        sandbox.verifying = request.prepare_id
-        sandbox.step(Event.VERIFY)  # nothing else may begin in it meanwhile
-        try:
+        with self._held(request.sandbox, request.prepare_id) as sandbox:
             result = PrepareResult(prepare_id=request.prepare_id, fault=await self._prepared(sandbox, request))
             self._record(request.sandbox, path, result)
             return result
+
+    async def _place(self, name: str, kind: str, given: str) -> Path:
+        """Where the answer to an id is recorded, once the one that is under way is over."""
+        sandbox = self._hands.find(name)
+        if sandbox.verifying == given:
+            await self._hands.until(sandbox, name, lambda: sandbox.verifying != given)
+        return self._backend.folder(name) / f"{kind}-{given}.json"
+
+    @contextmanager
+    def _held(self, name: str, given: str, *, alone: bool = True) -> Iterator[Held]:
+        """A sandbox in which nothing else is evaluated meanwhile; `alone`: in which nothing else begins."""
+        sandbox = self._hands.ready(name)
+        if sandbox.verifying is not None:
+            raise SandboxBusy(f"sandbox {name!r} is being evaluated; try again when that has ended")
+        sandbox.verifying = given
+        if alone:
+            sandbox.step(Event.VERIFY)
+        try:
+            yield sandbox
         finally:
             sandbox.verifying = None
             sandbox.tell()
-            sandbox.step(Event.VERIFIED)
+            if alone:
+                sandbox.step(Event.VERIFIED)
 
     async def _prepared(self, sandbox: Held, request: PrepareRequest) -> str | None:
         inside = self._inside(sandbox, f"prepare.{request.prepare_id}")

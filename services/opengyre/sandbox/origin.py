@@ -86,7 +86,7 @@ def specified(spec: Spec, environment: TaskEnvironment, made: Origin, can: Capab
         env={**made.plan.env, **environment.env, **spec.env},
         workdir=environment.workdir or made.plan.workdir or None,
         user=(environment.user or made.plan.user or root) if can.users else None,
-        memory_mb=max(spec.memory_mb, environment.memory_mb or 0),
+        memory_mb=environment.memory_mb or spec.memory_mb,
         pids=max(spec.pids, PIDS),
         cpus=environment.cpus if can.cpu_limit else None,
         disk_mb=environment.storage_mb if can.disk_limit else None,

@@ -81,7 +81,7 @@ class State:
             self.mend(self.record.published)
             return read(version_directory(self.weights, self.record.published))
         except (WeightsError, ModelDirectoryError, CheckpointFormatError) as error:
-            log.error("version %d cannot be published again: %s", self.record.published, error)  # noqa: TRY400 - known
+            log.error("version %d cannot be published again: %s", self.record.published, error)  # noqa: TRY400 - a known fault
             return None
 
     def _published_before(self) -> set[int]:

@@ -7,7 +7,6 @@ the files.
 """
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ import msgspec
 
 from opengyre.proto.task import GroupConsumed
 from opengyre.proto.update import Committed
+from opengyre.shared.durable import sync
 from opengyre.weights.write import version_directory
 
 RECORD: Final = "record.json"
@@ -100,8 +100,8 @@ class Store:
             record = msgspec.structs.replace(record, checksums=_seal(temporary))
             for name, content in ((RECORD, msgspec.json.encode(record)), (STABLE, b"")):
                 (temporary / name).write_bytes(content)
-                _sync(temporary / name)
-            _sync(temporary)
+                sync(temporary / name)
+            sync(temporary)
             target = self.directory(record.version)
             try:
                 temporary.rename(target)
@@ -113,7 +113,7 @@ class Store:
                 # The other trainer went on, and has pruned its checkpoint of this version: the name was free again.
                 shutil.rmtree(target, ignore_errors=True)
                 raise CommittedElsewhereError(f"version {record.version} of {record.run} is long committed")
-            _sync(self.root)
+            sync(self.root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return record
@@ -156,7 +156,7 @@ def _seal(directory: Path) -> dict[str, str]:
     """Sync every file below `directory`, and the folders; file -> SHA-256."""
     found: dict[str, str] = {}
     for path in sorted(directory.rglob("*")):
-        _sync(path)
+        sync(path)
         if path.is_file():
             found[path.relative_to(directory).as_posix()] = _digest(path)
     return found
@@ -165,11 +165,3 @@ def _seal(directory: Path) -> dict[str, str]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from typing import Self
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from opengyre.shared.durable import sync
 from opengyre.shared.settings import CacheSettings
 
 log = logging.getLogger("gyre.blobs")
@@ -44,14 +45,6 @@ def reference_of(path: Path) -> str:
 
 async def _reference(content: bytes) -> str:
     return await asyncio.to_thread(reference, content) if len(content) > LARGE else reference(content)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Blobs:
@@ -138,9 +131,9 @@ class Blobs:
         os.close(handle)
         try:
             shutil.move(source, name)
-            _sync(Path(name))
+            sync(Path(name))
             Path(name).replace(path)
-            _sync(path.parent)
+            sync(path.parent)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
@@ -148,8 +141,8 @@ class Blobs:
     def _write(self, path: Path, content: bytes, durable: bool) -> None:
         if path.exists() and path.read_bytes() == content:
             if durable:  # who wrote it may not have asked for that
-                _sync(path)
-                _sync(path.parent)
+                sync(path)
+                sync(path.parent)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
@@ -161,7 +154,7 @@ class Blobs:
                     os.fsync(file.fileno())
             Path(name).replace(path)
             if durable:
-                _sync(path.parent)
+                sync(path.parent)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise

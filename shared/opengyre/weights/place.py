@@ -4,13 +4,13 @@
 """
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from opengyre.shared.durable import sync
 from opengyre.weights.manifest import describe
 
 SUMS_FILE: Final = "SHA256SUMS"
@@ -47,21 +47,13 @@ def damaged(directory: Path) -> list[str]:
     ]
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def place(made: Path, directory: Path) -> None:
     """Sum what was made and put it there, durably. Raises `OSError`, also where the directory is not empty."""
     (made / SUMS_FILE).write_text(sums(made), encoding="utf-8")
     for path in made.iterdir():
         path.chmod(0o644)  # the writer of safetensors makes files that only their owner may read
-        _sync(path)
+        sync(path)
     made.chmod(0o755)
-    _sync(made)
+    sync(made)
     made.rename(directory)
-    _sync(directory.parent)
+    sync(directory.parent)

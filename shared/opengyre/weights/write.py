@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from opengyre.proto.weights import Manifest, ShardFile
+from opengyre.shared.durable import sync
 from opengyre.weights.manifest import (
     MANIFEST_FILE,
     ChecksumError,
@@ -34,14 +35,6 @@ SHARD_BYTES: Final = 4 << 30
 def version_directory(root: Path, version: int) -> Path:
     """Where version `version` of a run lies, below the run's directory of weights."""
     return root / f"v{version:06d}"
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -104,14 +97,14 @@ def write_version(
         files: tuple[ShardFile, ...] = tuple(describe(path) for path in sorted(temporary.iterdir()))
         manifest = Manifest(run=run, version=version, parent=parent, step=step, directory=str(directory), files=files)
         _write(temporary / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync_directory(temporary)
+        sync(temporary)
         try:
             temporary.rename(directory)
         except OSError as error:
             if not directory.exists():
                 raise
             return _same(directory, manifest, temporary, error)
-        _sync_directory(directory.parent)
+        sync(directory.parent)
         return manifest
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,5 +126,5 @@ def _same(directory: Path, wanted: Manifest, fresh: Path, error: OSError) -> Man
         ) from error
     for name in damaged(directory):
         (fresh / name).replace(directory / name)
-    _sync_directory(directory)
+    sync(directory)
     return found

@@ -1,0 +1,77 @@
+"""The vLLM engine of a host, where its server fails: a server of ours that speaks as vLLM does, and does not."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from opengyre.host.vllm import VllmEngine
+from opengyre.host.vllm_plan import facts_of, plan
+from opengyre.host.vllm_process import Server
+from opengyre.shared.http import app_of, listen, serving_http
+from opengyre.shared.settings import HostSettings, HttpSettings
+from opengyre.tiny.types import EngineError, WrongStateError
+from support.vllm_directory import model
+
+
+class Fake:
+    """Answers every command, until it is told to fail at one."""
+
+    def __init__(self) -> None:
+        self.fails: str | None = None
+        self.asked: list[str] = []
+
+    async def answer(self, request: Request) -> Response:
+        path = request.url.path
+        self.asked.append(path)
+        if path == self.fails:
+            return JSONResponse({"error": {"message": "out of memory"}}, status_code=500)
+        return PlainTextResponse("") if path == "/metrics" else JSONResponse({"results": []})
+
+
+@asynccontextmanager
+async def paused(folder: Path, fake: Fake) -> AsyncIterator[VllmEngine]:
+    """An engine with the fake in the place of its server."""
+    sock = listen(HttpSettings())
+    app = app_of([Route("/{path:path}", fake.answer, methods=["GET", "POST"])])
+    engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64))
+    async with serving_http(sock, app, shutdown_s=1):
+        server = Server.__new__(Server)
+        server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        engine._server, engine._facts = server, facts_of(folder)
+        engine._plan = plan(engine._facts, engine._settings, gpus=0, free_bytes=16 << 30)
+        engine._state, engine._version = "paused", 3
+        try:
+            yield engine
+        finally:
+            engine._server = None  # it is not a process
+            await engine.close()
+
+
+@pytest.mark.parametrize("command", ["/collective_rpc", "/update_weight_version"])
+async def test_an_engine_whose_load_failed_half_way_serves_nothing_more(tmp_path: Path, command: str) -> None:
+    """Some weights may be the new ones, under the old version's number; its host leaves, to be started again."""
+    fake = Fake()
+    async with paused(model(tmp_path), fake) as engine:
+        fake.fails = command
+        with pytest.raises(EngineError, match=f"500 to {command}"):
+            await engine.load(tmp_path, 4)
+        assert engine.stats().state == "closed"
+        with pytest.raises(WrongStateError):
+            await engine.resume()
+
+
+async def test_a_load_of_another_shape_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    fake = Fake()
+    async with paused(model(tmp_path / "old"), fake) as engine:
+        with pytest.raises(EngineError, match="another shape"):
+            await engine.load(model(tmp_path / "new", vocab_size=101), 4)
+        assert (engine.stats().state, engine.stats().version, fake.asked) == ("paused", 3, [])
+        await engine.load(tmp_path / "old", 4)
+        assert engine.stats().version == 4
