@@ -197,3 +197,19 @@ def test_steps_whose_rewards_have_names_of_their_own_are_judged_each(
     [fact] = check(write(tmp_path / "named", named), options=node[1])
     assert fact["reference"]["rewards"] == {"reward": 0.5, "x": 0.5}
     assert fact["ok"], fact
+
+
+def test_what_cannot_be_removed_of_a_killed_check_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("aiodocker", reason="the client of the engine that is away")
+    place = tmp_path / "tmp"
+    left = place / "gyre-check-dead"
+    (left / "sandbox-docker" / "node" / "sandboxes" / "s").mkdir(parents=True)
+    (left / "lock").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("GYRE_SANDBOX__DOCKER_SOCKET", str(tmp_path / "away.sock"))
+    [fact] = check(harbor(tmp_path / "quick"))
+    assert fact["ok"]
+    assert left.exists(), "its containers are there still, once the engine is"
+    assert str(left) in caplog.text

@@ -8,6 +8,7 @@ Awaits: one sandbox at a time, each step bounded by the task's own timeouts.
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -19,13 +20,15 @@ from opengyre.cli.task_files import is_directory_of_others as is_task
 from opengyre.sandbox import offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.clear import clear
-from opengyre.sandbox.core import Backend, CannotIsolateError
+from opengyre.sandbox.core import Backend, CannotIsolateError, SandboxError
 from opengyre.sandbox.environments import Environments
 from opengyre.sandbox.harbor import OFFLINE
 from opengyre.sandbox.origin import HOST
 from opengyre.sandbox.service import docker_backend
 from opengyre.shared.settings import SandboxSettings
 from opengyre.tasks.directory import TaskDirectory, read_task
+
+log = logging.getLogger("gyre.cli")
 
 PREFIX = "gyre-check-"
 LOCK = "lock"
@@ -58,8 +61,12 @@ async def check_all(tasks: list[TaskDirectory], settings: SandboxSettings, tell:
 async def node(settings: SandboxSettings) -> AsyncIterator[Environments]:
     """A backend of this command's own, with its environments; it leaves nothing."""
     for left in _abandoned():
-        await clear(left, settings)
-        shutil.rmtree(left, ignore_errors=True)
+        try:
+            await clear(left, settings)
+        except SandboxError as error:  # its engine is away, say: no reason against this check
+            log.warning("what a check that was killed left in %s stays: %s", left, error)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
     folder, held = _folder()
     try:
         binds: Mapping[str, str] = settings.bound()
