@@ -62,13 +62,19 @@ async def test_drains_of_all_hosts_change_nothing_of_an_episode(stack: Stack) ->
     desired = Bucket(stack.bus, subjects.KV_DESIRED, DesiredRole)
     epoch = 0
     await stack.submit(moved)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(120), Bucket(stack.bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
+
+        def all_are(state: HostState) -> bool:
+            return all(status.state is state for status in hosts.values.values())
+
         while not await stack.ended(moved):
             epoch += 1
+            state = HostState.TRAIN if epoch % 2 else HostState.ROLLOUT
             for name in HOSTS:
-                role = "train" if epoch % 2 else "rollout"
-                await desired.put(name, DesiredRole(host=name, role=role, epoch=epoch, grace_s=0.0))
-            await asyncio.sleep(0.15 if epoch % 2 == 0 else 0.4)
+                await desired.put(name, DesiredRole(host=name, role=state.value, epoch=epoch, grace_s=0.0))
+            # However slow the machine is: they get there, and what serves samples something.
+            await eventually(lambda wanted=state: all_are(wanted), 60)
+            await asyncio.sleep(0.15)
     before, after = await stack.log(calm), await stack.log(moved)
     assert any(isinstance(event, Suspended) for event in after)
     assert not any(isinstance(event, Suspended) for event in before)

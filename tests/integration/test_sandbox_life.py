@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from opengyre.proto.sandbox import ExecRequest, RenewRequest, SandboxSpec
 from opengyre.sandbox import jail, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxBusy, SandboxGone, Spec
+from opengyre.sandbox.discard import discard
 from opengyre.sandbox.manager import Manager
 
 pytestmark = [
@@ -396,3 +398,22 @@ async def test_bug_22_what_a_killed_service_left_goes_when_its_lease_is_over(tmp
     await until(node.nothing_left)
     reaping.cancel()
     await node.close()
+
+
+def test_what_is_written_into_a_folder_while_it_is_removed_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command's watcher writes down its end: the folder stayed until the next start of the service."""
+    folder, remove, late = tmp_path / "gone", shutil.rmtree, iter(["exit.json"])
+    folder.mkdir()
+
+    def raced(path: Path, *, ignore_errors: bool) -> None:
+        remove(path, ignore_errors=ignore_errors)
+        for name in late:
+            path.mkdir()
+            (path / name).touch()
+            return
+
+    monkeypatch.setattr(shutil, "rmtree", raced)
+    discard(folder)
+    assert not folder.exists()

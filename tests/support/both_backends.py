@@ -151,7 +151,7 @@ async def started(kind: str, root: Path) -> AsyncIterator[Node]:
                 await node.manager.destroy(info.sandbox)
         left = await node.left()
         await node.manager.stop()
-    assert left == []
+    assert left == [], left
 
 
 needs = {kind: pytest.mark.skipif(bool(why := missing(kind)), reason=str(why)) for kind in ("bubblewrap", "docker")}

@@ -25,6 +25,7 @@ from opengyre.sandbox import jail, machine, processes
 from opengyre.sandbox.base import NOBODY, in_thread
 from opengyre.sandbox.cgroups import Cgroups
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxError, Spec
+from opengyre.sandbox.discard import discard
 from opengyre.sandbox.images import Image
 from opengyre.sandbox.records import Processes, load, save
 from opengyre.sandbox.roots import HOST_ROOT, Root, Roots
@@ -306,8 +307,7 @@ class Bubblewrap(Running, Transfer, Roots):
             trash = self._root / "trash" / f"{sandbox}.{os.getpid()}.{next(self._numbers)}"
             with suppress(FileNotFoundError):  # another call was first
                 folder.rename(trash)
-            # A monitor that ends just now may still write into it; then the next start removes the rest.
-            shutil.rmtree(trash, ignore_errors=True)
+            discard(trash)
         if record is not None and record.slot is not None:
             self._slots.discard(record.slot)
         if record is not None and record.layers:

@@ -7,7 +7,6 @@ whatever happens to the caller: what the engine makes after a removal, nobody wo
 import asyncio
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ import msgspec
 
 from opengyre.sandbox import docker_config, docker_host
 from opengyre.sandbox.core import InfraError, InvalidRequest, SandboxError, Spec, unsupported
+from opengyre.sandbox.discard import discard
 from opengyre.sandbox.docker_base import Made
 from opengyre.sandbox.docker_engine import NOT_FOUND, engine_errors, to_its_end
 from opengyre.sandbox.docker_files import Files
@@ -127,4 +127,4 @@ class Making(Files):
             trash = self._root / "trash" / f"{sandbox}.{os.getpid()}.{next(self._numbers)}"
             with suppress(FileNotFoundError):  # another call was first
                 folder.rename(trash)
-            await asyncio.to_thread(shutil.rmtree, trash, ignore_errors=True)
+            await asyncio.to_thread(discard, trash)
