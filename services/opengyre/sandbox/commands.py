@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from opengyre.proto.sandbox import ExecResult
-from opengyre.sandbox import jail
+from opengyre.sandbox import allowlist, jail
 from opengyre.sandbox.core import PLAIN, Options, Spec
 from opengyre.sandbox.records import Answer, Processes
 
@@ -37,11 +37,12 @@ def request(
     """What `opengyre.sandbox.launch.execs.Start` reads, but for the command, its bounds and its folder."""
     exec_marker = f"{marker}.{exec_id}"
     user = options.user or spec.user or record.user
+    env = {**record.env, **allowlist.variables(spec.network), **spec.env, **options.env}
     return {
         "sandbox": spec.sandbox,
         "spool_limit": jail.spool_limit(spec),
         "keep_limit": max(KEPT_MB << 20, 2 * jail.spool_limit(spec)),
-        "env": jail.environment({**record.env, **spec.env, **options.env}, marker, exec_marker, None if user else cwd),
+        "env": jail.environment(env, marker, exec_marker, None if user else cwd),
         "user": user,
         "keep": jail.ROOT_CAPABILITIES,
         "no_output_s": options.no_output_timeout_s,

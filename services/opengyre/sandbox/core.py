@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from opengyre.proto.sandbox import Capabilities, ErrorKind, ExecResult
+from opengyre.proto.sandbox import Capabilities, ErrorKind, ExecResult, NetworkUse
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
 
 
@@ -236,6 +236,14 @@ class Backend(Protocol):
 
     async def listen(self, sandbox: str, port: int) -> socket.socket:
         """A socket that listens on the sandbox's loopback; the caller closes it."""
+        ...
+
+    async def connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox with an allow-list that was found by `start`, unless it is open."""
+        ...
+
+    def network(self, sandbox: str) -> NetworkUse | None:
+        """What it did with its way out; None where that is not open."""
         ...
 
     def folder(self, sandbox: str) -> Path:

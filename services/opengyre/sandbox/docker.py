@@ -24,6 +24,7 @@ import aiodocker
 from opengyre.proto.sandbox import ExecResult
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
 from opengyre.sandbox import docker_config, docker_execs
+from opengyre.sandbox.allowlist import PORT
 from opengyre.sandbox.core import (
     PLAIN,
     CannotIsolateError,
@@ -97,6 +98,7 @@ class Docker(Snapshots):
             done = await self.exec(probe, "probe", "echo here", 30.0, 100)
             if done.stdout != "here\n":
                 raise CannotIsolateError(f"the engine does not see the folder {self._root}")
+            (await self.listen(probe.sandbox, PORT)).close()
         except SandboxError as error:
             raise CannotIsolateError(
                 f"this Docker engine cannot hold sandboxes: {error}; allowed is one on this machine, with the service "
@@ -106,6 +108,7 @@ class Docker(Snapshots):
             await self.destroy(probe.sandbox)
 
     async def stop(self) -> None:
+        await self._egress.close_all()
         await self._commands.stop()
         await self._engine.close()
         if self._lock >= 0:

@@ -2,17 +2,20 @@
 
 import hashlib
 import itertools
+import socket as sockets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from opengyre.proto.sandbox import Capabilities
+from opengyre.proto.sandbox import Capabilities, NetworkUse
 from opengyre.sandbox import docker_config
-from opengyre.sandbox.core import SandboxGone
+from opengyre.sandbox.core import SandboxGone, Spec
 from opengyre.sandbox.docker_engine import Engine
 from opengyre.sandbox.docker_execs import Commands
 from opengyre.sandbox.docker_spool import Place
+from opengyre.sandbox.egress import Egress
 from opengyre.sandbox.records import boot_id
 
 
@@ -30,7 +33,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str = docker_config.WORKSPACE
 
 
-class DockerBase:
+class DockerBase(ABC):
     """All sandboxes under one folder."""
 
     def __init__(
@@ -51,6 +54,7 @@ class DockerBase:
         self._max_snapshot_mb = max_snapshot_mb
         self._key = hashlib.sha256(str(self._root).encode()).hexdigest()[:10]
         self._boot = boot_id()
+        self._egress = Egress(self.listen)
         self._engine = Engine(socket)
         self._commands = Commands(self._engine)
         self._live: dict[str, Made] = {}
@@ -70,7 +74,7 @@ class DockerBase:
             backend="docker",
             isolated=True,
             network_none=True,
-            network_allowlist=False,
+            network_allowlist=True,
             fork=True,
             snapshot=True,
             disk_limit=self._storage,
@@ -82,6 +86,17 @@ class DockerBase:
             background=True,
             users=True,
         )
+
+    @abstractmethod
+    async def listen(self, sandbox: str, port: int) -> sockets.socket: ...
+
+    async def connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox with an allow-list, unless it is open."""
+        await self._egress.open(spec)
+
+    def network(self, sandbox: str) -> NetworkUse | None:
+        """What it did with its way out; None where that is not open."""
+        return self._egress.use(sandbox)
 
     def unenforced(self) -> list[str]:
         """Sentences: what a spec asks for and this engine cannot hold."""
