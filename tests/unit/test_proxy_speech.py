@@ -62,6 +62,8 @@ def call_of(answer: Answer, api: str = "chat") -> Call:
 @example(TOKENIZER.encode("one " + CALL + " two " + CALL), [1] * 12, "add", (), "stop", "chat")
 @example(TOKENIZER.encode(" one STOP two"), [1] * 12, "none", ("STOP",), "length", "messages")
 @example(TOKENIZER.encode("🙂🙂"), [1] * 12, "none", (), "stop", "chat")
+@example(TOKENIZER.encode("one </tool_call> two"), [], "single", (), "stop", "chat")
+@example(TOKENIZER.encode("one </tool_call> two"), [1] * 12, "single", (), "stop", "chat")
 def test_a_stream_in_any_increments_says_the_recorded_answer(
     tokens: list[int], cuts: list[int], kind: str, stops: tuple[str, ...], finish: str, api: str
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from opengyre.proto.traj import Call
 from opengyre.rollout.ask import ApiError, Ask
 from opengyre.rollout.prompt import Renderer
+from opengyre.rollout.reading import ends_of
 
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"
@@ -69,6 +70,8 @@ class Speech:
         self._renderer = renderer
         self._text = Text(renderer.decode)
         self._text.take(opening)
+        self._closes = tuple(end for end in ends_of(ask, renderer) if end not in ask.stops)
+        """What ends the only tool call that there may be, and with it the answer; it is a part of that."""
         self.over = False
         """Whether a stop string or the end of the turn was met."""
         self._said = 0
@@ -88,8 +91,12 @@ class Speech:
     def _sure(self, text: str) -> str:
         stops = self._ask.stops
         stop = first_stop(text, stops)
-        self.over = self.over or stop is not None
-        text = text[:stop] if stop is not None else text[: len(text) - held(text, stops)]
+        close = first_stop(text, self._closes)
+        self.over = self.over or stop is not None or close is not None
+        if close is not None and (stop is None or close < stop):
+            text = text[: close + len(self._closes[0])]
+        else:
+            text = text[:stop] if stop is not None else text[: len(text) - held(text, stops)]
         if self._ask.api == "completions":
             return text
         tools = self._ask.tools if self._ask.calls else ()
