@@ -60,7 +60,7 @@ class Base(ABC):
         self.image_cache = Images(self._root / "images", image_cache_mb << 20, self.in_use)
         self._image_roots = [path.resolve() for path in image_roots]
         self._mounts = False
-        self._loops = False
+        self._no_disks: str | None = "start() looks"
         self._binds = dict(binds or {})
         self._isolated = isolated
         self._own_ids = isolated and os.geteuid() == 0

@@ -70,6 +70,11 @@ class Bubblewrap(Running, Transfer, Roots):
         found = []
         if not self._groups.memory:
             found.append("memory is limited for each process only (no writable memory cgroup)")
+        if self._mounts and self._no_disks is not None:
+            found.append(
+                f"what is written to roots of images is held in the memory of their sandboxes, so that a disk_mb of "
+                f"more than memory_mb ends a process before it refuses a write ({self._no_disks})"
+            )
         if not self._isolated:
             found.append("nothing is isolated: commands see this machine's files, network and processes")
             found.append("workspace_mb is not enforced")
@@ -87,10 +92,10 @@ class Bubblewrap(Running, Transfer, Roots):
                 raise CannotIsolateError(why)
             self._bwrap = str(await asyncio.to_thread(machine.reachable, binary))
             self._mounts = await asyncio.to_thread(machine.prepare_mounts) if self._own_ids else False
-            self._loops = self._mounts and machine.has_loops()
         self._cgroups = await asyncio.to_thread(Cgroups, self._key)
         await asyncio.to_thread(self._sweep)
         await self._launcher.start()
+        self._no_disks = await self._try_disk()
         probe = Spec(sandbox=f"probe-{os.getpid()}", workspace_mb=1)
         try:
             await self.create(probe, {})

@@ -7,23 +7,17 @@ Awaits: a request to the launcher, bounded there.
 """
 
 import asyncio
-import os
 import secrets
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opengyre.sandbox import machine
+from opengyre.sandbox import disks
 from opengyre.sandbox.base import Base, in_thread
-from opengyre.sandbox.core import InfraError, InvalidRequest, Spec, unsupported
+from opengyre.sandbox.core import ExecTimeout, InfraError, InvalidRequest, Spec, unsupported
 from opengyre.sandbox.images import size_of
 from opengyre.sandbox.records import Kept, Processes, load, save
-
-MEMORY_DISK_MB = 16
-"""Up to this size it is in memory, where that is quicker to make than a file system in a file."""
-MKFS_BOUND_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -79,29 +73,28 @@ class Roots(Base):
         return [record.base, *(str(self._layer(token)) for token in record.layers)]
 
     def _disk(self, home: Path, size_mb: int) -> str | None:
-        """A file with an empty file system of that size, copied from one that is made once for each size; None where it
-        is to be in memory.
-        """
-        if not self._loops or size_mb <= MEMORY_DISK_MB:
+        """The file that holds what is written to a root; None where it is to be in memory."""
+        if self._no_disks is not None or size_mb <= disks.MEMORY_MB:
             return None
-        template = self._root / "layers" / f".disk-{size_mb}"
-        if not template.exists():
-            beside = self._root / "layers" / f".disk-{size_mb}.{secrets.token_hex(4)}"
-            with beside.open("wb") as file:
-                file.truncate(size_mb << 20)
-            # Without a journal: it lives no longer than its sandbox. 7 % for its own tables would be taken from it.
-            command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "root_owner=0:0", str(beside)]
-            try:
-                subprocess.run(
-                    command, check=True, capture_output=True, timeout=MKFS_BOUND_S, env={"PATH": machine.TOOLS}
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                beside.unlink(missing_ok=True)
-                raise InfraError(f"a disk of {size_mb} MiB could not be made: {error}") from error
-            beside.replace(template)
-        target = home / "disk"
-        _copy_sparse(template, target)
-        return str(target)
+        return str(disks.copy_of_template(self._root / "layers", size_mb, home / "disk"))
+
+    async def _try_disk(self) -> str | None:
+        """Why what is written to roots has to be in memory; None where a disk could be made and mounted."""
+        if not self._mounts:
+            return "roots of images cannot be made here"
+        layers = self._root / "layers"
+        why = disks.without_tools() or await asyncio.to_thread(disks.without_folder, layers)
+        if why is not None:
+            return why
+        tried = layers / ".tried"
+        try:
+            await in_thread(disks.copy_of_template, layers, disks.TRIED_MB, tried)
+            await self._launcher.request("try_disk", disk=str(tried))
+        except (InfraError, ExecTimeout) as error:
+            return str(error)
+        finally:
+            tried.unlink(missing_ok=True)
+        return None
 
     async def snapshot(self, spec: Spec, snapshot: str) -> int:
         known = load(self.snapshot_folder(snapshot) / "kept.json", Kept)
@@ -192,22 +185,3 @@ def _delete(layer: Path) -> None:
         shutil.rmtree(layer, ignore_errors=True)
     else:
         layer.unlink(missing_ok=True)
-
-
-def _copy_sparse(source: Path, target: Path) -> None:
-    with source.open("rb") as old, target.open("wb") as new:
-        size = os.fstat(old.fileno()).st_size
-        new.truncate(size)
-        at = 0
-        while at < size:
-            try:
-                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
-            except OSError:  # no data from here on
-                return
-            end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
-            while at < end:
-                at += os.sendfile(new.fileno(), old.fileno(), at, end - at) if _seek(new.fileno(), at) else 0
-
-
-def _seek(fd: int, at: int) -> bool:
-    return os.lseek(fd, at, os.SEEK_SET) == at
