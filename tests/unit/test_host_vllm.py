@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opengyre.host.vllm_machine import gpus_of
 from opengyre.host.vllm_calls import Sampling, body_of, gauges
+from opengyre.host.vllm_machine import gpus_of
 from opengyre.host.vllm_plan import Facts, plan, same_shape
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
