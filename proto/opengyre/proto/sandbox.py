@@ -7,7 +7,7 @@ Subjects: ``gyre.v1.rpc.sandbox.any.create`` (one of the replicas takes it) and
 Every call may be repeated: create by ``sandbox``, exec and spawn by ``exec_id``, verify by ``verify_id``, snapshot by
 ``snapshot``, fork by the new ids; a repeated call answers what the first one did or joins it while it runs, and changes
 nothing. Durations are in seconds. Background commands are in `opengyre.proto.sandbox_jobs`, directories, snapshots and
-forks in `opengyre.proto.sandbox_trees`.
+forks in `opengyre.proto.sandbox_trees`, images in `opengyre.proto.sandbox_images`.
 """
 
 from collections.abc import Mapping

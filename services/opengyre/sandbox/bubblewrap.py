@@ -234,6 +234,10 @@ class Bubblewrap(Running, Transfer, Roots):
         """Its folder, its cgroups; the folder that is its workspace without namespaces, and its disk's file."""
         folder = self.folder(spec.sandbox)
         home = self._home(spec.sandbox, record)
+        if (
+            record.base is not None and not Path(record.base).is_dir()
+        ):  # it was said first to be used: see `Images.remove`
+            raise InvalidRequest(f"image is {spec.image!r}, which was removed meanwhile; allowed is one that is there")
         if old is None:
             folder.mkdir()
             save(folder / "processes.json", record)

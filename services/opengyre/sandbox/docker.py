@@ -35,13 +35,13 @@ from opengyre.sandbox.core import (
 )
 from opengyre.sandbox.docker_base import Made
 from opengyre.sandbox.docker_engine import engine_errors, to_its_end
-from opengyre.sandbox.docker_snapshots import Snapshots
+from opengyre.sandbox.docker_images import Images
 from opengyre.sandbox.records import load
 
 LOCK_BOUND_S = 10.0
 
 
-class Docker(Snapshots):
+class Docker(Images):
     """All sandboxes under one folder; a second service on the same folder is refused."""
 
     async def start(self) -> list[str]:

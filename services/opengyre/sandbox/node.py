@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 
@@ -38,6 +38,7 @@ from opengyre.sandbox.held import Held
 from opengyre.sandbox.lease import Event, Lease
 from opengyre.sandbox.manager import LOOK_S, Manager
 from opengyre.sandbox.records import boot_id, load, save
+from opengyre.sandbox.shelf import Shelf
 from opengyre.shared.blobs import MESSAGE_LIMIT, BlobMissingError, Blobs
 
 log = logging.getLogger("gyre.sandbox")
@@ -63,6 +64,15 @@ class Node(Manager):
     blobs: Blobs | None = None
     """Where large content goes and comes from; None refuses it."""
     _transfers = itertools.count()
+
+    @cached_property
+    def shelf(self) -> Shelf:
+        """Its images."""
+        return Shelf(self._backend, self._node, self._fetch)
+
+    async def stop(self) -> None:
+        await self.shelf.stop()
+        await super().stop()
 
     async def start(self) -> int:
         found = await super().start()

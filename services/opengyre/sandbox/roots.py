@@ -15,8 +15,8 @@ from pathlib import Path
 
 from opengyre.sandbox import disks
 from opengyre.sandbox.base import Base, in_thread
-from opengyre.sandbox.core import ExecTimeout, InfraError, InvalidRequest, Spec, unsupported
-from opengyre.sandbox.images import size_of
+from opengyre.sandbox.core import ExecTimeout, InfraError, InvalidRequest, Spec, Stored, unsupported
+from opengyre.sandbox.images import Image, Told, size_of
 from opengyre.sandbox.records import Kept, Processes, load, save
 
 
@@ -44,25 +44,72 @@ class Roots(Base):
 
     def _root_of(self, spec: Spec) -> Root:
         image = spec.image or ""
-        if not self._mounts:
-            raise unsupported("images", f"image {image[:100]!r}", "bubblewrap")
+        self._can_hold(image)
         if image.startswith("/"):
             return Root(image=self._root_directory(image), user="0")
         found = self.image_cache.get(image)
         if found is None:
-            known = ", ".join(self.images()) or "none yet"
-            raise InvalidRequest(f"image is {image[:120]!r}; allowed are those in the cache of this node: {known}")
+            raise self._unknown(image)
         folder, about = found
         return Root(image=str(folder), env=about.env, workdir=about.workdir, user=about.user or "0")
 
     def _root_directory(self, image: str) -> str:
         if not self._image_roots:
             raise unsupported("root_directories", f"image {image[:100]!r}", "bubblewrap")
-        path = Path(image).resolve()
-        if not path.is_dir() or not any(path.is_relative_to(top) for top in self._image_roots):
-            tops = ", ".join(map(str, self._image_roots))
-            raise InvalidRequest(f"image is {image[:200]!r}; allowed is a folder below {tops}")
+        path = self._below("image", image)
+        if not path.is_dir():
+            raise InvalidRequest(f"image is {image[:200]!r}; allowed is a folder below {self._tops()}")
         return str(path)
+
+    def image_source(self, path: str) -> Path:
+        if not self._image_roots:
+            raise unsupported("root_directories", f"path {path[:100]!r}", "bubblewrap")
+        found = self._below("path", path)
+        if not found.exists():
+            raise InvalidRequest(f"path is {path[:200]!r}, which is not there; allowed is one below {self._tops()}")
+        return found
+
+    def _below(self, field: str, path: str) -> Path:
+        found = Path(path).resolve()
+        if not any(found.is_relative_to(top) for top in self._image_roots):
+            raise InvalidRequest(f"{field} is {path[:200]!r}; allowed is a folder below {self._tops()}")
+        return found
+
+    def _tops(self) -> str:
+        return ", ".join(map(str, self._image_roots))
+
+    async def image_list(self) -> tuple[list[Stored], int | None]:
+        return (await asyncio.to_thread(self.image_cache.info) if self._mounts else []), self.image_cache.limit
+
+    async def add_image(self, image: str, source: Path, told: Told) -> Stored:
+        self._can_hold(image)
+        return await in_thread(self._add_image, image, source, told)
+
+    def _add_image(self, image: str, source: Path, told: Told) -> Stored:
+        about = Image(size=0)
+        try:
+            if source.is_dir():
+                self.image_cache.add_layers(image, [source], about, told)
+            else:
+                self.image_cache.add_archive(image, source, about, told)
+        except OSError as error:
+            raise InfraError(f"image {image!r} could not be added: {error}") from error
+        return next(one for one in self.image_cache.info() if one.name == image)
+
+    async def remove_image(self, image: str) -> int:
+        self._can_hold(image)
+        held = {one.name: one.size for one in (await self.image_list())[0]}
+        if image not in held or not await in_thread(self.image_cache.remove, image):
+            raise self._unknown(image)
+        return held[image]
+
+    def _can_hold(self, image: str) -> None:
+        if not self._mounts:
+            raise unsupported("images", f"image {image[:100]!r}", "bubblewrap")
+
+    def _unknown(self, image: str) -> InvalidRequest:
+        known = ", ".join(self.images()) or "none yet"
+        return InvalidRequest(f"image is {image[:120]!r}; allowed are those in the cache of this node: {known}")
 
     def _layer(self, token: str) -> Path:
         return self._root / "layers" / token

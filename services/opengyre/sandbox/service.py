@@ -41,6 +41,7 @@ from opengyre.proto.sandbox import (
     VerifyResult,
     WriteRequest,
 )
+from opengyre.proto.sandbox_images import AddImageRequest, ImagesRequest, RemoveImageRequest
 from opengyre.proto.sandbox_jobs import KillRequest, LogsRequest, PollRequest, SpawnRequest
 from opengyre.proto.sandbox_trees import (
     DropRequest,
@@ -210,6 +211,9 @@ class SandboxService:
             "fork": endpoint(ForkRequest, self.manager.fork),
             "restore": endpoint(RestoreRequest, self.manager.restore),
             "drop": endpoint(DropRequest, self.manager.drop),
+            "images": endpoint(ImagesRequest, self.manager.shelf.listing),
+            "add_image": endpoint(AddImageRequest, self.manager.shelf.add),
+            "remove_image": endpoint(RemoveImageRequest, self.manager.shelf.remove),
         }
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
