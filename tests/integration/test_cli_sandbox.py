@@ -126,3 +126,22 @@ async def test_without_a_bus_the_machine_is_looked_at_all_the_same(
     status, _, said = await gyre("sandbox", "ls")
     assert (status, "does not answer" in said) == (1, True)
     assert await gyre("sandbox", "gc") == (0, "", "0 removed\n")
+
+
+async def test_the_network_of_a_sandbox_is_shown_with_what_was_denied(gyre: Gyre, bus: Bus) -> None:
+    spec = SandboxSpec(sandbox="n", owner="o", network="allowlist", allowed_hosts=("a.org", "*.b.org"))
+    await call(bus, "sandbox", "any", "create", spec, SandboxRef, timeout_s=10, patience_s=30)
+    try:
+        connect = "printf 'CONNECT evil.org:443 HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3"
+        code, out, _ = await gyre("sandbox", "exec", "n", f'bash -c "exec 3<>/dev/tcp/127.0.0.1/3128; {connect}"')
+        assert code == 0
+        assert "host 'evil.org' may not be reached from here; allowed: a.org, *.b.org" in out
+        code, out, _ = await gyre("sandbox", "network", "n")
+        said = "requests: 1, denied: 1, sent: 0 B, received: 0 B"
+        assert (code, out.splitlines()) == (0, ["may reach: a.org *.b.org", said, "denied: evil.org:443 1 times"])
+        facts = json.loads((await gyre("sandbox", "network", "n", "--json"))[1])
+        assert facts["denials"] == {"evil.org:443": 1}
+        assert (await gyre("sandbox", "network", "a"))[1] == "no network\n"
+        assert (await gyre("sandbox", "network", "nobody"))[2].startswith("gyre: sandbox 'nobody' is on no node")
+    finally:
+        await call(bus, "sandbox", "n5", "destroy", DestroyRequest(sandbox="n"), DestroyResult, timeout_s=10)

@@ -288,6 +288,20 @@ async def test_killed_in_the_middle_of_a_command_its_result_arrives_once(service
     assert (await service.exec("e2", "wc -l < count")).stdout == "1\n"
 
 
+async def test_killed_the_network_of_a_sandbox_is_there_again(service: Service):
+    """Its proxy is the service's; what it has to know for it is written down."""
+    await service.create(network="allowlist", allowed_hosts=("a.org",))
+    ask = "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'CONNECT b.org:1 HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3"
+    for number in range(3):
+        done = await service.exec(f"e{number}", f'bash -c "{ask}"')
+        assert "host 'b.org' may not be reached from here; allowed: a.org" in done.stdout, done
+        await asyncio.to_thread(service.end, signal.SIGKILL)
+        service.start()
+    found = await service.ask("stat", StatRequest(sandbox="r-g000001-e00-a0"), SandboxInfo)
+    assert found.network is not None
+    assert (found.network.allowed_hosts, found.network.requests) == (("a.org",), 0), "counted since the start"
+
+
 async def test_stopped_in_the_middle_of_a_command_it_is_there_afterwards(service: Service):
     await service.create()
     running = asyncio.ensure_future(service.exec("e1", "echo x >> count; sleep 4; cat count"))

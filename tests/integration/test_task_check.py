@@ -185,7 +185,7 @@ def port() -> Iterator[int]:
             self.end_headers()
             self.wfile.write(b"42")
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the one that it replaces
             """Nothing to stderr."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as made:

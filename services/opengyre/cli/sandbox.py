@@ -32,6 +32,7 @@ from opengyre.proto.sandbox import (
     ListResult,
     NodeInfo,
     SandboxInfo,
+    StatRequest,
 )
 from opengyre.proto.sandbox_jobs import LogPage, LogsRequest
 from opengyre.sandbox import doctor as machine_doctor
@@ -51,6 +52,7 @@ def register(app: typer.Typer) -> None:
     sandbox.command("ls")(ls)
     sandbox.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
     sandbox.command("logs")(logs)
+    sandbox.command("network")(network)
     sandbox.command("gc")(gc)
     sandbox.command("doctor")(doctor)
     sandbox_images.register(sandbox)
@@ -194,6 +196,31 @@ def _show_page(page: LogPage, json: bool) -> None:
     sys.stdout.flush()
     if not page.complete:
         errors.print("the full text is not kept any more; this is the shortened one", soft_wrap=True)
+
+
+def network(
+    sandbox: Sandbox, nats: NatsOption = None, state_dir: StateDirOption = None, json: JsonOption = False
+) -> None:
+    """Show which hosts a sandbox may reach, and which it tried to reach all the same.
+
+    Example: gyre sandbox network r-g000001-e00-a0
+    """
+
+    async def work() -> SandboxInfo:
+        async with connected(nats, state_dir) as bus:
+            return await ask(bus, await _where(bus, sandbox), "stat", StatRequest(sandbox=sandbox), SandboxInfo)
+
+    use = run(work()).network
+    if json:
+        show_json(use)
+        return
+    if use is None:
+        print("no network")
+        return
+    print(f"may reach: {' '.join(use.allowed_hosts) or 'no host'}")
+    print(f"requests: {use.requests}, denied: {use.denied}, sent: {use.sent_bytes} B, received: {use.received_bytes} B")
+    for host, count in sorted(use.denials.items(), key=lambda item: -item[1]):
+        print(f"denied: {host} {count} times")
 
 
 def gc(
