@@ -6,6 +6,7 @@ import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,11 +14,12 @@ from opengyre.sandbox import image_archive
 from opengyre.sandbox.core import InvalidRequest
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="owners of an image's files are set by root")
+Mode = Literal["w", "w:gz", "w:bz2", "w:xz"]
 Entry = tuple[str, bytes, str]
 """Name, type, and where a link leads or what a file holds."""
 
 
-def archive(tmp_path: Path, *entries: Entry, mode: str = "w", bits: int = 0o644) -> Path:
+def archive(tmp_path: Path, *entries: Entry, mode: Mode = "w", bits: int = 0o644) -> Path:
     path = tmp_path / "image.tar"
     with tarfile.open(path, mode) as tar:
         for name, kind, text in entries:
@@ -95,7 +97,7 @@ def test_modes_owners_and_links_are_kept_and_what_is_special_is_not(
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
-def test_archives_are_plain_or_compressed(tmp_path: Path, unpack: Callable[[Path], Path], mode: str) -> None:
+def test_archives_are_plain_or_compressed(tmp_path: Path, unpack: Callable[[Path], Path], mode: Mode) -> None:
     assert (unpack(archive(tmp_path, ("a", FILE, "1"), mode=mode)) / "a").read_text() == "1"
 
 

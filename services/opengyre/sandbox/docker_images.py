@@ -11,8 +11,8 @@ from pathlib import Path
 import aiodocker
 import aiohttp
 
-from opengyre.sandbox.core import InvalidRequest, SandboxBusy, Stored, unsupported
-from opengyre.sandbox.docker_engine import CONFLICT, NOT_FOUND, engine_errors
+from opengyre.sandbox.core import InvalidRequest, SandboxBusy, SandboxError, Stored, unsupported
+from opengyre.sandbox.docker_engine import CONFLICT, NO_CONNECTION, NOT_FOUND, engine_errors
 from opengyre.sandbox.docker_snapshots import Snapshots
 
 CHUNK = 1 << 20
@@ -47,11 +47,12 @@ class Images(Snapshots):
     async def add_image(self, image: str, source: Path, told: Callable[[int], None]) -> Stored:
         repository, _, tag = tagged(image).rpartition(":")
         params = {"fromSrc": "-", "repo": repository, "tag": tag}
+        ended: list[SandboxError] = []
         cm = self._engine.docker._query(  # noqa: SLF001 - its methods know `docker load` only, whose archives are no roots
             "images/create",
             "POST",
             params=params,
-            data=_stream(source, told),
+            data=_stream(source, told, ended),
             headers={"Content-Type": "application/x-tar"},
             timeout=aiohttp.ClientTimeout(total=None, sock_read=READ_S),
         )
@@ -60,6 +61,10 @@ class Images(Snapshots):
                 async with cm as answer:
                     said = (await answer.text()).strip()
             except aiodocker.DockerError as error:
+                if ended:  # the client would say that its body broke, not why
+                    raise ended[0] from error
+                if error.status == NO_CONNECTION:
+                    raise
                 raise InvalidRequest(f"image {image!r} could not be imported: {error.message}") from error
         if '"error"' in said:
             raise InvalidRequest(f"image {image!r} could not be imported: {said[-300:]}")
@@ -89,9 +94,14 @@ class Images(Snapshots):
         return held[name]
 
 
-async def _stream(source: Path, told: Callable[[int], None]) -> AsyncIterator[bytes]:
+async def _stream(source: Path, told: Callable[[int], None], ended: list[SandboxError]) -> AsyncIterator[bytes]:
+    """What `told` raises is kept in `ended`."""
     file = await asyncio.to_thread(source.open, "rb")
     with contextlib.closing(file):
         while chunk := await asyncio.to_thread(file.read, CHUNK):
-            told(len(chunk))
+            try:
+                told(len(chunk))
+            except SandboxError as error:
+                ended.append(error)
+                raise
             yield chunk
