@@ -195,7 +195,8 @@ def _show_page(page: LogPage, json: bool) -> None:
     sys.stdout.buffer.write(page.data)
     sys.stdout.flush()
     if not page.complete:
-        errors.print("the full text is not kept any more; this is the shortened one", soft_wrap=True)
+        size = "" if page.written is None else f", {page.written} bytes,"
+        errors.print(f"the full text{size} is not kept any more; this is the shortened one", soft_wrap=True)
 
 
 def network(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from opengyre.proto.sandbox import Capabilities, NetworkUse
 from opengyre.sandbox import jail
 from opengyre.sandbox.cgroups import Cgroups
+from opengyre.sandbox.commands import SPOOL_MB
 from opengyre.sandbox.core import SandboxGone, Spec
 from opengyre.sandbox.egress import Egress
 from opengyre.sandbox.images import Images
@@ -52,6 +53,7 @@ class Base(ABC):
         binds: Mapping[str, str] | None = None,
         image_roots: Sequence[Path] = (),
         image_cache_mb: int = 4096,
+        spool_mb: int = SPOOL_MB,
     ) -> None:
         """``binds``: folders of this machine that every sandbox shows, read-only, by their paths in it.
         ``image_roots``: where the root directories that a spec may name have to lie.
@@ -59,6 +61,7 @@ class Base(ABC):
         self._root = root.resolve()
         self.image_cache = Images(self._root / "images", image_cache_mb << 20, self.in_use)
         self._image_roots = [path.resolve() for path in image_roots]
+        self._spool_mb = spool_mb
         self._mounts = False
         self._no_disks: str | None = "start() looks"
         self._binds = dict(binds or {})

@@ -26,6 +26,7 @@ from opengyre.sandbox.base import NOBODY, in_thread
 from opengyre.sandbox.cgroups import Cgroups
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxError, Spec, unsupported
 from opengyre.sandbox.images import Image
+from opengyre.sandbox.launch import spools
 from opengyre.sandbox.records import Processes, load, save
 from opengyre.sandbox.roots import HOST_ROOT, Root, Roots
 from opengyre.sandbox.running import Running
@@ -177,6 +178,7 @@ class Bubblewrap(Running, Transfer, Roots):
             env=root.env,
             workdir=root.workdir,
             user=root.user,
+            spool_limit=jail.spool_limit(spec),
         )
         if slot is not None:
             self._slots.add(slot)
@@ -245,7 +247,9 @@ class Bubblewrap(Running, Transfer, Roots):
         else:
             save(folder / "processes.json", record)
             home.mkdir()
-            (self._home(spec.sandbox, old) / "execs").rename(home / "execs")
+            for name in ("execs", spools.FOLDER):
+                with suppress(FileNotFoundError):  # the second one comes with the first command
+                    (self._home(spec.sandbox, old) / name).rename(home / name)
             shutil.rmtree(self._home(spec.sandbox, old), ignore_errors=True)
         (home / "files.json").write_text(
             json.dumps({self._place(spec.sandbox, name): text for name, text in files.items()})

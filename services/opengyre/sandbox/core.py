@@ -277,6 +277,10 @@ class Backend(Protocol):
         """Where the manager may keep records about it; it goes with the sandbox."""
         ...
 
+    async def trim(self) -> None:
+        """Hold what the commands of each sandbox have written to its bound, the oldest first; asked now and then."""
+        ...
+
     def execs(self, sandbox: str) -> tuple[int, list[str]]:
         """Number of recorded commands, and ids of those that run."""
         ...

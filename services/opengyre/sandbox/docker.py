@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,9 @@ import aiodocker
 
 from opengyre.proto.sandbox import ExecResult
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
-from opengyre.sandbox import docker_config, docker_execs
+from opengyre.sandbox import docker_config, docker_execs, docker_spool
 from opengyre.sandbox.allowlist import PORT
+from opengyre.sandbox.commands import keep_limit
 from opengyre.sandbox.core import (
     PLAIN,
     CannotIsolateError,
@@ -170,6 +172,13 @@ class Docker(Images):
 
     async def kill(self, sandbox: str, exec_id: str, signal: Literal["KILL", "TERM", "INT"] = "KILL") -> None:
         await self._commands.kill(self._place(sandbox), exec_id, signal)
+
+    async def trim(self) -> None:
+        """Hold what commands have written to its bound, also where what they left behind writes on."""
+        for sandbox, made in list(self._live.items()):
+            with suppress(FileNotFoundError):  # it is being removed
+                bound = keep_limit(made.spool_limit, self._spool_mb)
+                await asyncio.to_thread(docker_spool.trim, self._home(sandbox, made), bound)
 
     def execs(self, sandbox: str) -> tuple[int, list[str]]:
         return docker_execs.of(self._home(sandbox, self._record(sandbox)))

@@ -11,6 +11,7 @@ import msgspec
 
 from opengyre.proto.sandbox import Capabilities, NetworkUse
 from opengyre.sandbox import docker_config
+from opengyre.sandbox.commands import SPOOL_MB
 from opengyre.sandbox.core import SandboxGone, Spec
 from opengyre.sandbox.docker_engine import Engine
 from opengyre.sandbox.docker_execs import Commands
@@ -31,6 +32,8 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     """Number of its init on this machine."""
     user: str = docker_config.USER
     cwd: str = docker_config.WORKSPACE
+    spool_limit: int = 0
+    """Most bytes of one stream of a command's output."""
 
 
 class DockerBase(ABC):
@@ -44,6 +47,7 @@ class DockerBase(ABC):
         image: str,
         binds: Mapping[str, str] | None = None,
         max_snapshot_mb: int = 1024,
+        spool_mb: int = SPOOL_MB,
     ) -> None:
         """``socket``: the engine's. ``image``: what a sandbox shows whose spec names none. ``binds``: folders of this
         machine that every sandbox shows, read-only, by their paths in it. ``max_snapshot_mb``: of files outside images.
@@ -52,6 +56,7 @@ class DockerBase(ABC):
         self._image = image
         self._binds = dict(binds or {})
         self._max_snapshot_mb = max_snapshot_mb
+        self._spool_mb = spool_mb
         self._key = hashlib.sha256(str(self._root).encode()).hexdigest()[:10]
         self._boot = boot_id()
         self._egress = Egress(self.listen)

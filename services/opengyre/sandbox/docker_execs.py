@@ -29,7 +29,7 @@ from aiodocker.execs import Exec
 
 from opengyre.proto.sandbox import ExecResult
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
-from opengyre.sandbox import docker_config, docker_host, docker_spool
+from opengyre.sandbox import commands, docker_config, docker_host, docker_spool
 from opengyre.sandbox.core import (
     InfraError,
     InvalidRequest,
@@ -323,6 +323,9 @@ class Commands:
         """A page of a command's output. Blocking."""
         self._begun(place, exec_id)
         running = (place.sandbox, exec_id) in self._watches
+        ended = load(place.home / "execs" / exec_id / "ended.json", Ended)
+        if ended is not None and ended.result is not None and docker_spool.is_dropped(place.home, exec_id):
+            return commands.shortened(ended.result, stream, offset, limit)
         total = docker_spool.size(place.home, exec_id, stream)
         begin = max(0, total + offset) if offset < 0 else min(offset, total)
         data = docker_spool.read(place.home, exec_id, stream, begin, limit)

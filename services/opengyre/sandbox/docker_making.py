@@ -41,7 +41,8 @@ class Making(Files):
 
     async def _make(self, spec: Spec, files: Mapping[str, str], image: str | None, token: str | None = None) -> None:
         """``image``: what it is made from, else the node's own. ``token``: of the one whose place it takes."""
-        made = Made(boot=self._boot, token=token or secrets.token_hex(6))
+        limit = docker_config.spool_limit(spec)
+        made = Made(boot=self._boot, token=token or secrets.token_hex(6), spool_limit=limit)
         self._making[spec.sandbox] = made
         home = self._home(spec.sandbox, made)
         try:

@@ -44,6 +44,7 @@ from opengyre.shared.blobs import MESSAGE_LIMIT, BlobMissingError, Blobs
 log = logging.getLogger("gyre.sandbox")
 
 POLL_BOUND_S = 60.0
+TRIM_S = 2.0
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +273,15 @@ class Node(Manager):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(super().reap())
             tasks.create_task(self._reap_snapshots())
+            tasks.create_task(self._trim())
+
+    async def _trim(self) -> None:
+        while True:
+            try:
+                await self._backend.trim()
+            except OSError as error:
+                log.warning("sandbox: outputs of commands could not be held to their bound: %s", error)
+            await asyncio.sleep(TRIM_S)  # a file that grows tells nobody
 
     async def _reap_snapshots(self) -> None:
         while True:

@@ -147,6 +147,7 @@ class SandboxService:
             binds=settings.bound(),
             image_roots=[Path(path) for path in settings.image_roots],
             image_cache_mb=settings.image_cache_mb,
+            spool_mb=settings.spool_mb,
         )
 
     async def _offline(self, root: Path) -> SandboxSettings:
@@ -272,7 +273,13 @@ def docker_backend(root: Path, settings: SandboxSettings) -> Backend:
         raise CannotIsolateError(
             "sandbox.backend is 'docker', whose client is missing: install opengyre[docker], or set 'bubblewrap'"
         ) from error
-    return Docker(root, socket=Path(settings.docker_socket), image=settings.docker_image, binds=settings.bound())
+    return Docker(
+        root,
+        socket=Path(settings.docker_socket),
+        image=settings.docker_image,
+        binds=settings.bound(),
+        spool_mb=settings.spool_mb,
+    )
 
 
 async def _cancelled(work: Awaitable[Any]) -> None:

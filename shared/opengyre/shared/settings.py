@@ -115,6 +115,11 @@ class SandboxSettings(Section):
     workspace_mb: int = Field(default=16, ge=1)
     memory_mb: int = Field(default=256, ge=16)
     pids: int = Field(default=64, ge=4)
+    spool_mb: int = Field(
+        default=64,
+        ge=1,
+        description="MiB kept of the full outputs of a sandbox's commands together; at least what one may write",
+    )
     max_sandboxes: int = Field(default=512, ge=1)
     allow_unisolated: bool = Field(default=False, description="go on where no isolation can be had")
     binds: tuple[Annotated[str, Field(pattern=r"^/[^=]+=/[^=]*$")], ...] = Field(
