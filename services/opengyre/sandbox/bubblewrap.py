@@ -107,7 +107,7 @@ class Bubblewrap(Running, Transfer, Roots):
         return list(self._live)
 
     async def _take_folder(self) -> None:
-        for name in ("sandboxes", "trash", "layers", "snapshots"):
+        for name in ("sandboxes", "trash", "layers", "snapshots", "disks"):
             (self._root / name).mkdir(parents=True, exist_ok=True)
         self._root.chmod(0o700)
         lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

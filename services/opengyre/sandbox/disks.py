@@ -60,7 +60,7 @@ def file_system(mountinfo: str, device: int) -> str:
 
 def copy_of_template(folder: Path, size_mb: int, target: Path) -> Path:
     """A file with an empty file system of that size, copied from one that is made once for each size in ``folder``."""
-    template = folder / f".disk-{size_mb}"
+    template = folder / f"{size_mb}"
     if not template.exists():
         _make(template, size_mb)
     _copy_sparse(template, target)

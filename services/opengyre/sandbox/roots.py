@@ -123,19 +123,19 @@ class Roots(Base):
         """The file that holds what is written to a root; None where it is to be in memory."""
         if self._no_disks is not None or size_mb <= disks.MEMORY_MB:
             return None
-        return str(disks.copy_of_template(self._root / "layers", size_mb, home / "disk"))
+        return str(disks.copy_of_template(self._root / "disks", size_mb, home / "disk"))
 
     async def _try_disk(self) -> str | None:
         """Why what is written to roots has to be in memory; None where a disk could be made and mounted."""
         if not self._mounts:
             return "roots of images cannot be made here"
-        layers = self._root / "layers"
-        why = disks.without_tools() or await asyncio.to_thread(disks.without_folder, layers)
+        folder = self._root / "disks"
+        why = disks.without_tools() or await asyncio.to_thread(disks.without_folder, folder)
         if why is not None:
             return why
-        tried = layers / ".tried"
+        tried = folder / "tried"
         try:
-            await in_thread(disks.copy_of_template, layers, disks.TRIED_MB, tried)
+            await in_thread(disks.copy_of_template, folder, disks.TRIED_MB, tried)
             await self._launcher.request("try_disk", disk=str(tried))
         except (InfraError, ExecTimeout) as error:
             return str(error)
@@ -219,7 +219,7 @@ class Roots(Base):
         for kept in self._all_kept():
             used |= {kept.token, *kept.layers}
         for layer in (self._root / "layers").iterdir():
-            if layer.name not in used and not layer.name.startswith("."):
+            if layer.name not in used:
                 _delete(layer)
 
 
