@@ -27,7 +27,7 @@ test: install
 # vLLM wants other versions than the services, so it has an environment of its own.
 vllm: $(VLLM)/.installed
 
-$(VLLM)/.installed: deploy/vllm/install.py
+$(VLLM)/.installed: deploy/vllm/install.py deploy/vllm/constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python deploy/vllm/install.py
 	touch $@

@@ -30,6 +30,20 @@ esac
 # Replicas of a service share its name, so each is reached by its container's.
 export GYRE_HTTP__ADVERTISE="${GYRE_HTTP__ADVERTISE:-$(cat /etc/hostname)}"
 if [ "$SERVICE" = sandbox ]; then
+    if [ -n "${NODE_NAME:-}" ]; then # of a cluster's machine; a name here has no dots
+        GYRE_SANDBOX__NODE="$(printf %s "$NODE_NAME" | tr . -)"
+        export GYRE_SANDBOX__NODE
+    fi
     exec sh /opt/opengyre/deploy/sandbox.sh "$@"
+fi
+if [ "$SERVICE" = host ] && [ -n "${HOSTS_PER_CELL:-}" ]; then # neighbours are a cell: host-4 and host-5 are cell-2
+    number="${GYRE_HOST__HOST##*-}"
+    case "$number$HOSTS_PER_CELL" in
+    *[!0-9]*)
+        echo "entrypoint: with HOSTS_PER_CELL, a number, a host's name must end in its own: host-0; it is $GYRE_HOST__HOST" >&2
+        exit 64
+        ;;
+    esac
+    export GYRE_HOST__CELL="cell-$((number / HOSTS_PER_CELL))"
 fi
 exec python -m "opengyre.$SERVICE" "$@"

@@ -1,6 +1,6 @@
 """`python probe.py PORT [PATH]`: exit status 0 when the HTTP server in this container answers 200 there, else 1.
 
-The path is /healthz by default; `PING` asks a Valkey instead. Bounded by `BOUND_S`.
+The path is /healthz by default; `PING` asks a Valkey instead, which may ask for a password. Bounded by `BOUND_S`.
 """
 
 import http.client
@@ -30,7 +30,7 @@ def answers(port: int, path: str) -> bool:
 def ping(port: int) -> bool:
     with socket.create_connection(("127.0.0.1", port), timeout=BOUND_S) as sock:
         sock.sendall(b"PING\r\n")
-        return sock.recv(16).startswith(b"+PONG")
+        return sock.recv(16).startswith((b"+PONG", b"-NOAUTH"))
 
 
 if __name__ == "__main__":

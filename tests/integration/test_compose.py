@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,8 +115,11 @@ def test_images_are_pinned_and_built_from_one_dockerfile(document: dict[str, Any
         build = service["build"]
         kind = "host" if name.startswith("host") else name
         assert build["args"]["SERVICE"] == kind
-        assert service["image"].startswith(f"opengyre-{kind}:")
-        assert build["target"] == ("learner" if kind in ("host", "trainer", "demo") else "service"), name
+        image, target = kind, "learner" if kind in ("host", "trainer", "demo") else "service"
+        if name == "host_gpu":
+            image, target = "host-gpu", "gpu"
+        assert service["image"].startswith(f"opengyre-{image}:")
+        assert build["target"] == target, name
         assert f" AS {build['target']}\n" in text
         for argument in build["args"]:
             assert f"ARG {argument}" in text
@@ -167,6 +171,24 @@ def test_settings_of_every_service_are_known(document: dict[str, Any]) -> None:
         settings = load(environment={n: v for n, v in given.items() if not v.startswith("${")})
         if given:
             assert settings.bus.url == "nats://nats:4222"
+
+
+def test_a_host_with_a_gpu_serves_by_vllm(document: dict[str, Any]) -> None:
+    """A count that is a variable is text, which docker-compose 1.29 refuses; what is compiled must be loaded from /tmp."""
+    service = document["services"]["host_gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
+    given = {name: str(value) for name, value in service["environment"].items() if name.startswith("GYRE_HOST__")}
+    defaults = {name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for name, value in given.items()}
+    settings = load(environment=defaults).host
+    assert settings.engine == "vllm"
+    assert settings.vllm_tensor_parallel == settings.ranks == device["count"]
+    assert service["tmpfs"] == ["/tmp:exec"]
+    assert "shm_size" in service
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    assert "GYRE_HOST__VLLM_PYTHON=/opt/vllm/bin/python" in dockerfile
+    default = service["build"]["args"]["TORCH_INDEX"]
+    assert re.sub(r"\$\{\w+-(.*)\}", r"\1", default) == "", "PyPI's torch is the one for CUDA"
 
 
 @pytest.mark.parametrize("tool", READERS[1:])
@@ -232,6 +254,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def test_the_health_check_tells_health_from_its_absence(valkey: Any) -> None:
     assert probe(str(valkey.port), "PING") == 0
     assert probe(str(free_port()), "PING") == 1
+    assert probe(str(guarded.port), "PING") == 0, "it answers, though not without its password"
     assert probe(str(free_port())) == 1
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import aiodocker
@@ -114,6 +115,77 @@ async def test_row_26_a_status_that_the_engine_has_forgotten_was_written_down(
 
         monkeypatch.setattr(backend_of(node)._engine, "exit_code", forgotten)
         assert (await Box(node, "s").run("exit 42")).exit_code == 42
+
+
+def _lines_of(container: str) -> str:
+    """Command lines of a container's processes, as this machine has them."""
+    found = ""
+    for pid in docker_host.pids(container):
+        with suppress(OSError):
+            found += Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") + "\n"
+    return found
+
+
+async def test_a_deadline_that_passed_while_there_was_no_service_is_applied_at_the_next_start(tmp_path: Path):
+    """It is of the clock that the machine's processes share, and what is left of the tree goes with it."""
+    first = Docker(tmp_path / "node", socket=both_backends.SOCKET, image=both_backends.IMAGE)
+    await first.start()
+    spec = Spec(sandbox="s")
+    await first.create(spec, {})
+    await first.spawn(spec, "late", "echo before; setsid sleep 91.5 & sleep 92.5; echo after", 1.0, 1000)
+    await first.spawn(spec, "early", "sleep 2; echo whole", 60.0, 1000)
+    await first.stop()  # as a kill does: nobody looks at commands any more
+    await asyncio.sleep(1.5)
+    before = await asyncio.to_thread(_lines_of, first._live["s"].container)
+    assert "sleep 92.5" in before, "it runs on"
+    second = Docker(tmp_path / "node", socket=both_backends.SOCKET, image=both_backends.IMAGE)
+    began = asyncio.get_running_loop().time()
+    assert await second.start() == ["s"]
+    try:
+        async with asyncio.timeout(15):
+            done = (await second.poll("s", "late", 10.0)).result
+        assert done is not None
+        assert (done.killed_by, done.timed_out, done.stdout) == ("timeout", True, "before\n")
+        assert asyncio.get_running_loop().time() - began < 12
+        after = await asyncio.to_thread(_lines_of, second._live["s"].container)
+        assert "sleep 9" not in after
+        early = (await second.poll("s", "early", 30.0)).result
+        assert early is not None
+        assert early.stdout == "whole\n", "one with time left goes on"
+    finally:
+        await second.destroy("s")
+        await second.stop()
+
+
+async def test_a_command_that_the_engine_was_never_told_to_start_has_all_its_time_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The service ended between making an exec and starting it, and came back after the command's timeout."""
+    first = Docker(tmp_path / "node", socket=both_backends.SOCKET, image=both_backends.IMAGE)
+    await first.start()
+    spec = Spec(sandbox="s")
+    await first.create(spec, {})
+    made = asyncio.Event()
+
+    async def never(*_: object, **__: object) -> None:
+        made.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(first._commands, "_run", never)
+    asking = asyncio.ensure_future(first.spawn(spec, "e", "echo x >> count; sleep 0.2; cat count", 1.0, 1000))
+    await made.wait()
+    await asking
+    await first.stop()
+    await asyncio.sleep(1.2)
+    second = Docker(tmp_path / "node", socket=both_backends.SOCKET, image=both_backends.IMAGE)
+    await second.start()
+    try:
+        done = (await second.poll("s", "e", 20.0)).result
+        assert done is not None
+        assert (done.killed_by, done.stdout) == (None, "x\n")
+    finally:
+        await second.destroy("s")
+        await second.stop()
 
 
 async def test_an_image_has_its_own_user_and_a_root_that_can_be_written_to(tmp_path: Path):

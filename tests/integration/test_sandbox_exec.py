@@ -14,7 +14,7 @@ from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxSpec, VerifyR
 from opengyre.proto.task import Check
 from opengyre.sandbox import machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
-from opengyre.sandbox.commands import KEPT_MB
+from opengyre.sandbox.commands import SPOOL_MB
 from opengyre.sandbox.core import InvalidRequest, OutputLimit, SandboxError, SandboxGone, Spec
 from opengyre.sandbox.manager import Manager
 from support import eventually
@@ -253,10 +253,13 @@ async def test_trap_11_flood_is_capped_counted_and_killed(box: Box):
     assert (await box.run("echo ok")).stdout == "ok\n"
     for _ in range(4):  # their full outputs are kept up to a bound together, the oldest go first
         assert (await box.run("yes")).killed_by == "output"
-    kept = [p for p in execs_of(box.backend, "s").rglob("stdout") if p.is_file()]
+    kept = list((execs_of(box.backend, "s").parent / "spools").glob("e*.stdout"))
     assert 1 <= len(kept) < 5
-    assert not (execs_of(box.backend, "s") / "e1" / "stdout").exists()
-    assert sum(p.stat().st_size for p in kept) <= KEPT_MB << 20
+    assert "e1.stdout" not in [p.name for p in kept]
+    assert sum(p.stat().st_size for p in kept) <= SPOOL_MB << 20
+    page = await box.backend.logs("s", "e1", "stdout", 0, 4096)
+    assert (page.complete, page.written, page.running) == (False, done.stdout_bytes, False)
+    assert page.data == done.stdout.encode()
 
 
 async def test_trap_13_localhost_has_a_name(box: Box):

@@ -4,14 +4,16 @@ import asyncio
 import io
 import os
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from opengyre.sandbox import images, machine, processes
+from opengyre.sandbox import disks, images, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, SandboxBusy, Spec
+from support import eventually
 from support.rootfs import needs_root, rootfs
 
 pytestmark = [
@@ -28,10 +30,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rootfs(tmp_path_factory.mktemp("roots") / "small")
 
 
+both_ways = pytest.mark.parametrize("node", ["disk", "memory"], indirect=True)
+
+
 @pytest.fixture
-async def node(tmp_path: Path, root: Path) -> AsyncIterator[Bubblewrap]:
+async def node(
+    tmp_path: Path, root: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Bubblewrap]:
+    """A node that holds what is written to roots on its disk; ``memory``: one of a machine that cannot."""
+    wanted = getattr(request, "param", "any")
+    if wanted == "memory":
+        monkeypatch.setattr(disks, "without_tools", lambda: "none is wanted")
     backend = Bubblewrap(tmp_path / "node", image_roots=[root.parent])
     await backend.start()
+    if wanted == "disk" and backend._no_disks is not None:
+        await backend.stop()
+        pytest.skip(backend._no_disks)
     try:
         yield backend
     finally:
@@ -39,9 +53,23 @@ async def node(tmp_path: Path, root: Path) -> AsyncIterator[Bubblewrap]:
             await backend.destroy(name)
         for name in backend.snapshots():
             await backend.drop(name)
-        assert [p for p in (tmp_path / "node" / "layers").iterdir() if not p.name.startswith(".")] == []
+        assert list((tmp_path / "node" / "layers").iterdir()) == []
         await backend.stop()
         assert str(tmp_path) not in content("/proc/mounts")
+        await eventually(no_loop_below(tmp_path))
+
+
+def no_loop_below(folder: Path) -> Callable[[], Awaitable[bool]]:
+    """A device goes with the mounts of its sandbox, which the kernel clears up after the end of its processes."""
+
+    async def gone() -> bool:
+        found = []
+        for device in Path("/sys/block").glob("loop*/loop/backing_file"):  # noqa: ASYNC240 - state of the system
+            with suppress(OSError):
+                found.append(device.read_text())
+        return not any(str(folder) in text for text in found)
+
+    return gone
 
 
 def content(path: str) -> str:
@@ -65,6 +93,7 @@ class Shell:
 
 
 @needs_root
+@both_ways
 async def test_an_image_is_a_root_to_write_to(node: Bubblewrap, root: Path) -> None:
     spec = Spec(sandbox="i", image=str(root), disk_mb=8)
     await node.create(spec, {"/workspace/a": "hello"})
@@ -86,6 +115,7 @@ async def test_an_image_is_a_root_to_write_to(node: Bubblewrap, root: Path) -> N
 
 
 @needs_root
+@both_ways
 @pytest.mark.parametrize("disk_mb", [8, 64])
 async def test_row_19_a_disk_limit_is_enforced(node: Bubblewrap, root: Path, disk_mb: int) -> None:
     spec = Spec(sandbox="i", image=str(root), disk_mb=disk_mb, memory_mb=256)
@@ -98,8 +128,13 @@ async def test_row_19_a_disk_limit_is_enforced(node: Bubblewrap, root: Path, dis
 
 
 @needs_root
+@both_ways
 async def test_row_19_a_disk_that_is_filled_at_full_speed_ends_no_process(node: Bubblewrap, root: Path) -> None:
     """What is on its way to the disk is charged to the sandbox's memory: a tenth of what is written has to do."""
+    if node._no_disks is not None:  # then it is in memory, and said to be
+        assert any("disk_mb of more than memory_mb" in sentence for sentence in node.unenforced())
+        return
+    assert not any("disk_mb" in sentence for sentence in node.unenforced())
     spec = Spec(sandbox="i", image=str(root), disk_mb=512, memory_mb=64)
     await node.create(spec, {})
     said = await Shell(node, spec)("dd if=/dev/zero of=/big bs=1M count=1024 || stat -c %s /big")
@@ -108,6 +143,45 @@ async def test_row_19_a_disk_that_is_filled_at_full_speed_ends_no_process(node: 
 
 
 @needs_root
+@both_ways
+async def test_row_34_a_disk_is_given_back_when_its_sandbox_is_destroyed(node: Bubblewrap, root: Path) -> None:
+    """Also one that was removed while it was written to, and one whose snapshot stays."""
+    for number in range(3):
+        spec = Spec(sandbox="i", image=str(root), disk_mb=40)
+        await node.create(spec, {})
+        await node.spawn(spec, f"fill{number}", "dd if=/dev/zero of=/big bs=1M count=80; sleep 60", 60.0, 1000)
+        if number == 1:
+            await node.snapshot(spec, "kept")
+        await node.destroy("i")
+        await eventually(no_loop_below(node.folder("i").parent))
+        assert list(node.folder("i").parent.iterdir()) == []
+
+
+@needs_root
+async def test_a_disk_that_cannot_be_mounted_is_none(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a machine has is not what it lets a service do: the start tries it, and says why."""
+
+    def broken(template: Path, size_mb: int) -> None:
+        template.write_bytes(bytes(size_mb << 20))
+
+    monkeypatch.setattr(disks, "without_tools", lambda: None)
+    monkeypatch.setattr(disks, "_make", broken)
+    node = Bubblewrap(tmp_path / "node", image_roots=[root.parent])
+    await node.start()
+    try:
+        assert ["mount ext4: Invalid argument" in sentence for sentence in node.unenforced()] == [True]
+        spec = Spec(sandbox="i", image=str(root), disk_mb=64)
+        await node.create(spec, {})
+        assert await Shell(node, spec)("echo ok >/small; cat /small") == "ok\n"
+        await node.destroy("i")
+    finally:
+        await node.stop()
+
+
+@needs_root
+@both_ways
 async def test_row_36_fork_from_a_snapshot_whose_parent_is_gone(node: Bubblewrap, root: Path) -> None:
     spec = Spec(sandbox="p", image=str(root), disk_mb=32)
     await node.create(spec, {"/workspace/a": "1"})

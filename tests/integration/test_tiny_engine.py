@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -300,6 +301,22 @@ def test_requests_that_cannot_be_served_are_refused(engine: TinyEngine) -> None:
         engine.submit(_request(1)).result(BOUND_S)
     engine.resume()
     assert len(first.result(BOUND_S).token_ids) == 40
+
+
+def test_calls_that_wait_are_let_in_by_priority(directories: tuple[Path, Path]) -> None:
+    engine = TinyEngine(directories[0], 0, EngineSettings(max_batch=1, max_context=160, threads=1))
+    order: list[str] = []
+    try:
+        engine.pause()
+        for name, priority in (("a", 0), ("b", 0), ("moved", -1), ("late", 2), ("c", 0)):
+            request = replace(_request(1, new=3), request_id=name, priority=priority)
+            future = engine.submit(request)
+            future.add_done_callback(lambda _, name=name: order.append(name))
+        engine.resume()
+        future.result(BOUND_S)
+    finally:
+        engine.close()
+    assert order[:4] == ["moved", "a", "b", "c"]
 
 
 def test_the_queue_is_bounded(directories: tuple[Path, Path]) -> None:

@@ -15,9 +15,10 @@ from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.trainer import checkpoint
-from opengyre.trainer.learner import Learner, Total, read_policy
+from opengyre.trainer.learner import Learner, Total, read_policy, write_policy
 from opengyre.trainer.store import CheckpointError, CommittedElsewhereError, Record, Store, clean_weights, prune_weights
-from opengyre.weights.manifest import verify
+from opengyre.weights.canary import CANARY_FILE, read_canary
+from opengyre.weights.manifest import read, verify
 from support.checkpoint_ranks import resharded
 from support.models import LLAMA, save_stock
 
@@ -262,6 +263,39 @@ def test_a_stock_model_is_trained_and_its_version_is_a_model_directory(tmp_path:
     verify(manifest)
     written = open_policy(tmp_path / "w" / "v000002").tensors()
     assert all(torch.equal(tensor, written[name]) for name, tensor in one.policy.tensors().items())
+
+
+def test_a_version_says_the_log_probs_of_its_canary(tmp_path: Path) -> None:
+    save_pretrained(TinyModel(CONFIG, seed=3), tmp_path / "tiny")
+    save_stock(tmp_path / "stock", LLAMA)
+    for name in ("tiny", "stock"):
+        one = learner(tmp_path / name)
+        directory = tmp_path / "w" / name
+        manifest = one.write_weights(directory, "r", 0)
+        assert CANARY_FILE in {file.name for file in manifest.files}, "its manifest vouches for it"
+        canary = read_canary(directory)
+        assert canary is not None
+        tokens = torch.tensor(canary.prompts)
+        with torch.no_grad():
+            answer = open_policy(directory).model(tokens)
+        logits = answer if isinstance(answer, torch.Tensor) else answer.logits
+        for row, prompt in enumerate(canary.prompts):
+            expected = torch.log_softmax(logits[row].double(), -1)
+            for place, logprob in enumerate(canary.logprobs[row], start=1):
+                assert logprob == pytest.approx(expected[place - 1, prompt[place]].item(), abs=1e-4)
+        (directory / CANARY_FILE).write_bytes(b"damaged")
+        assert one.write_weights(directory, "r", 0) == manifest
+        verify(manifest)
+        assert read_canary(directory) == canary
+        assert CANARY_FILE not in learner(directory).extra, "the next version has its own"
+
+
+def test_a_version_that_was_written_without_a_canary_stays_as_it_is(tmp_path: Path) -> None:
+    save_stock(tmp_path / "w", LLAMA)
+    before = read(tmp_path / "w")
+    policy = open_policy(tmp_path / "w")
+    config = {"config.json": (tmp_path / "w" / "config.json").read_bytes()}
+    assert write_policy(policy, config, tmp_path / "w", "r", 0) == before
 
 
 async def test_a_checkpoint_is_read_and_written_by_other_numbers_of_processes(tmp_path: Path) -> None:

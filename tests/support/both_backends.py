@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiodocker
@@ -56,11 +56,11 @@ def backend(kind: str, root: Path) -> Bubblewrap | Docker:
 class Node:
     """A manager over a backend, and short ways to ask it."""
 
-    def __init__(self, kind: str, root: Path) -> None:
+    def __init__(self, kind: str, root: Path, defaults: Spec = DEFAULTS) -> None:
         self.kind = kind
         self.root = root
         self.backend = backend(kind, root)
-        self.manager = Manager(self.backend, "n0", DEFAULTS)
+        self.manager = Manager(self.backend, "n0", defaults)
 
     async def create(self, name: str, **more: Any) -> SandboxRef:
         fields: dict[str, Any] = {"sandbox": name, "owner": "test"} | more
@@ -138,10 +138,19 @@ async def until(condition: Callable[[], Awaitable[bool]], bound_s: float = 30.0)
             await asyncio.sleep(0.02)
 
 
+N = TypeVar("N", bound=Node)
+
+
 @asynccontextmanager
 async def started(kind: str, root: Path) -> AsyncIterator[Node]:
     """A node that is ready; afterwards nothing is left of it."""
-    node = Node(kind, root)
+    async with ready(Node(kind, root)) as node:
+        yield node
+
+
+@asynccontextmanager
+async def ready(node: N) -> AsyncIterator[N]:
+    """The same, of a node that was not started."""
     await node.manager.start()
     try:
         yield node

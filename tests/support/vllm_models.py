@@ -1,14 +1,18 @@
 """Small random models, whose log-probs transformers says, and settings of the vLLM engine."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opengyre.shared.settings import HostSettings
+from opengyre.weights.canary import CANARY_FILE, encode, prompts_for
 
 VOCABULARY = 500
 
@@ -35,6 +39,18 @@ class Models:
             self._models[name] = LlamaForCausalLM(config).eval()
             self.paths[name] = folder / name
             self._models[name].save_pretrained(self.paths[name])
+            vocabulary = {f"t{token}": token for token in range(VOCABULARY)}
+            Tokenizer(WordLevel(vocabulary, unk_token="t0")).save(str(self.paths[name] / "tokenizer.json"))
+
+    def with_canary(self, name: str, of: str, *, weights: str | None = None) -> Path:
+        """A directory with the weights of one and the canary of another model."""
+        directory = self.paths["old"].parent / name
+        shutil.copytree(self.paths[weights or of], directory)
+        prompts = prompts_for(VOCABULARY)
+        content = encode(prompts, [self.logprobs(of, prompt) for prompt in prompts])
+        assert content is not None
+        (directory / CANARY_FILE).write_bytes(content)
+        return directory
 
     def logprobs(self, name: str, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Of each token but the first, by a forward in float32."""

@@ -1,6 +1,7 @@
 """How vLLM is started and read, without vLLM: plans that cannot work are refused, streams become results."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opengyre.host.vllm import gpus_of
 from opengyre.host.vllm_calls import Sampling, body_of, gauges
-from opengyre.host.vllm_plan import Facts, plan
+from opengyre.host.vllm_machine import gpus_of
+from opengyre.host.vllm_plan import Facts, plan, same_shape
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.config import ModelDirectoryError
@@ -47,7 +48,9 @@ def test_a_plan_serves_tokens_and_says_in_what() -> None:
         ({"vllm_tensor_parallel": 3}, 0, 8 * GIB, "vllm_tensor_parallel is 3; .* allowed are 1, 2, 4, 8"),
         ({"vllm_tensor_parallel": 4}, 2, 8 * GIB, "this machine has 2 GPUs"),
         ({"vllm_kv_gb": 9}, 0, 8 * GIB, "vllm_kv_gb is 9: beside 100 MiB of weights and 1024 .* leave 6 GiB"),
+        ({}, 0, 1 << 30, "1024 MiB of memory are too few; 2148 would do"),
         ({"vllm_memory_fraction": 0.1}, 1, 1010 << 20, "memory for keys and values of 512 tokens"),
+        ({"vllm_transfer": "nccl"}, 1, 8 * GIB, "vllm_transfer is nccl, which is not there yet; allowed is files"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_number_that_would(
@@ -55,6 +58,20 @@ def test_what_cannot_work_is_refused_with_the_number_that_would(
 ) -> None:
     with pytest.raises(ModelDirectoryError, match=said):
         plan(FACTS, settings(**changes), gpus=gpus, free_bytes=free)
+
+
+def test_a_canary_may_be_off_by_what_the_numbers_format_does() -> None:
+    def bound(**changes: Any) -> float:
+        return plan(FACTS, settings(**changes), gpus=0, free_bytes=8 * GIB).canary_nats
+
+    assert bound() == 1e-3
+    assert bound(vllm_dtype="bfloat16") == 0.25
+    assert bound(vllm_dtype="bfloat16", vllm_canary_nats=0.5) == 0.5
+
+
+def test_a_later_version_of_a_model_has_its_shape() -> None:
+    assert same_shape(FACTS, replace(FACTS, directory="/other", weight_bytes=1))
+    assert not same_shape(FACTS, replace(FACTS, vocabulary=1001))
 
 
 def test_weights_that_cannot_be_served_as_they_are_are_named() -> None:
@@ -92,6 +109,7 @@ def test_a_call_asks_for_no_more_than_the_context_holds() -> None:
     params = body_of(REQUEST, 10, 3)["sampling_params"]
     assert (params["max_tokens"], params["stop_token_ids"]) == (7, [9])
     assert body_of(REQUEST, 10, 3)["cache_salt"] == "v3"
+    assert body_of(replace(REQUEST, priority=-1), 10, 3)["priority"] == -1
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12))
@@ -110,6 +128,35 @@ def test_spans_cover_what_came_whenever_weights_change(steps: list[tuple[int, bo
         half = len(call.tokens) // 2
         increment = call.increment(half)
         assert sum(span.end - span.start for span in increment.weight_versions) == len(increment.token_ids)
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.booleans())
+def test_what_was_not_proven_is_never_seen(before: int, meanwhile: int, after: int, ends: bool) -> None:
+    call = Sampling(REQUEST, 0)
+    call.take(chunk(*range(before)))
+    call.hold()
+    call.changed(1)
+    call.take(chunk(*range(meanwhile), finish="stop" if ends else None))
+    assert len(call.increment(0).token_ids) == before
+    call.withdraw()
+    assert call.take(chunk(*range(after), finish="stop", versions=[(1, 0, after)])) == 0
+    result = call.result()
+    assert (result.token_ids, result.finish_reason) == (tuple(range(before)), "abort")
+    assert len(result.logprobs) == before
+    assert result.weight_versions == ((VersionSpan(0, 0, before),) if before else ())
+
+
+def test_what_was_proven_is_seen_with_its_version() -> None:
+    call = Sampling(REQUEST, 0)
+    call.take(chunk(1, 2))
+    call.hold()
+    call.changed(1)
+    call.take(chunk(3))
+    call.proven()
+    call.changed(1)
+    call.take(chunk(4))
+    assert call.increment(0).token_ids == (1, 2, 3, 4)
+    assert call.increment(0).weight_versions == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 4))
 
 
 def test_what_the_engine_says_of_versions_is_taken_in_the_end() -> None:

@@ -12,6 +12,7 @@ import pytest
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_calls import body_of
 from opengyre.host.vllm_process import Server
+from opengyre.tiny.config import ModelDirectoryError
 from opengyre.tiny.types import EngineClosedError, EngineError, GenerateRequest, GenerateResult, InvalidRequestError
 from support import eventually
 from support.vllm_models import VOCABULARY, Models, settings
@@ -72,6 +73,87 @@ async def test_tied_embeddings_are_packed_again_after_a_load(engine: VllmEngine,
     found, expected = await engine.score(PROMPT), models.logprobs("new", PROMPT)
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < NEAR
     assert max(abs(a - b) for a, b in zip(stale, expected, strict=True)) > 1, "the fault is still there to be mended"
+
+
+async def test_weights_are_taken_once_their_canary_is_scored_as_the_trainer_does(
+    engine: VllmEngine, models: Models
+) -> None:
+    old = engine.stats().version
+    running = engine.submit(request("proven", 500))
+    await some(engine, "proven", 60)
+    await engine.pause()
+    await engine.load(models.with_canary("true", "new"), old + 1)
+    before = len(engine.sampled("proven", 0).token_ids)
+    await asyncio.sleep(0.2)
+    assert len(engine.sampled("proven", 0).token_ids) == before, "nothing while it is paused"
+    await engine.resume()
+    result = await running
+    first, second = result.weight_versions
+    assert (first.version, second.version, second.end) == (old, old + 1, 500)
+    assert off(result, models, "old", 0, first.end) < NEAR
+    assert off(result, models, "new", second.start, 500) < NEAR
+
+
+async def test_weights_by_which_the_engine_does_not_compute_are_refused(engine: VllmEngine, models: Models) -> None:
+    """The fault of tied embeddings, which no checksum shows: what calls got by them is gone, the old weights serve."""
+    old = engine.stats().version
+    directory = models.with_canary("faulty", "new")
+    running = [engine.submit(request(f"call{n}")) for n in range(3)]
+    await some(engine, "call0", 60)
+    await engine.pause()
+    seen = [len(engine.sampled(f"call{n}", 0).token_ids) for n in range(3)]
+    post = engine._post
+
+    async def faulty(path: str, body: object = None) -> object:
+        if isinstance(body, dict) and body.get("args") == [str(directory)]:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        return await post(path, body)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_post", faulty)
+        with pytest.raises(EngineError, match=r"canary are off by .* nats on average; allowed are 0\.001"):
+            await engine.load(directory, old + 1)
+    assert (engine.stats().state, engine.stats().version) == ("paused", old)
+    await engine.resume()
+    for result, length in zip(await asyncio.wait_for(asyncio.gather(*running), 20), seen, strict=True):
+        assert result.finish_reason == "abort"
+        assert length <= len(result.token_ids) < 1200
+        assert {span.version for span in result.weight_versions} == {old}
+        assert off(result, models, "old", 0, len(result.token_ids)) < NEAR
+    after = await engine.submit(request("after", 50))
+    assert off(after, models, "old", 0, 50) < NEAR
+    await engine.pause()
+    with pytest.raises(EngineError, match="does not compute by these weights"):
+        await engine.load(directory, old + 1)  # it is not tried at once again
+    await engine.resume()
+
+
+async def test_a_call_that_ends_while_weights_are_proven_waits_for_it(engine: VllmEngine, models: Models) -> None:
+    old = engine.stats().version
+    directory = models.with_canary("lying", "new", weights="old")
+    await engine.pause()
+    short = engine.submit(request("short", 1))
+    with pytest.raises(EngineError, match="canary are off"):
+        await engine.load(directory, old + 1)
+    result = await asyncio.wait_for(short, 20)
+    assert (result.token_ids, result.finish_reason) == ((), "abort")
+    await engine.resume()
+    assert engine.stats().version == old
+
+
+async def test_a_call_of_less_priority_value_goes_first(engine: VllmEngine) -> None:
+    order: list[str] = []
+    await engine.pause()
+    many = settings().capacity
+    calls = [engine.submit(request(f"full{n}", 40)) for n in range(int(many))]
+    for name, priority in (("late", 1), ("moved", -1)):
+        call = engine.submit(request(name, 40, priority=priority))
+        call.add_done_callback(lambda _, name=name: order.append(name))
+        calls.append(call)
+    await asyncio.sleep(0.2)  # until they are in its queue; it takes none while it is paused
+    await engine.resume()
+    await asyncio.gather(*calls)
+    assert order == ["moved", "late"]
 
 
 async def test_a_new_call_never_hits_a_block_of_old_weights(engine: VllmEngine, models: Models) -> None:
@@ -166,6 +248,27 @@ async def test_what_it_holds_is_measured_and_given_back(models: Models) -> None:
         assert server.memory() == 0
     finally:
         await engine.close()
+
+
+async def test_weights_that_are_not_proven_are_not_woken_with(models: Models) -> None:
+    engine = VllmEngine(settings())
+    try:
+        with pytest.raises(EngineError, match="canary are off"):
+            await engine.wake(models.with_canary("wrong", "new", weights="old"), 0)
+        stats = engine.stats()
+        assert (stats.state, stats.weight_bytes, stats.kv_bytes) == ("asleep", 0, 0)
+    finally:
+        await engine.close()
+
+
+async def test_a_directory_without_a_tokenizer_is_refused_before_anything_starts(models: Models) -> None:
+    directory = models.with_canary("mute", "old")
+    (directory / "tokenizer.json").unlink()
+    engine = VllmEngine(settings())
+    with pytest.raises(ModelDirectoryError, match=r"tokenizer\.json does not exist"):
+        await engine.wake(directory, 0)
+    assert engine._server is None
+    await engine.close()
 
 
 async def test_an_engine_that_is_killed_loses_no_token_that_was_recorded(models: Models) -> None:

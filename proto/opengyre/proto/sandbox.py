@@ -7,7 +7,7 @@ Subjects: ``gyre.v1.rpc.sandbox.any.create`` (one of the replicas takes it) and
 Every call may be repeated: create by ``sandbox``, exec and spawn by ``exec_id``, verify by ``verify_id``, snapshot by
 ``snapshot``, fork by the new ids; a repeated call answers what the first one did or joins it while it runs, and changes
 nothing. Durations are in seconds. Background commands are in `opengyre.proto.sandbox_jobs`, directories, snapshots and
-forks in `opengyre.proto.sandbox_trees`.
+forks in `opengyre.proto.sandbox_trees`, images in `opengyre.proto.sandbox_images`.
 """
 
 from collections.abc import Mapping
@@ -103,7 +103,8 @@ class SandboxSpec(Record, frozen=True, kw_only=True):
     network: Literal["none", "allowlist"] = "none"
     """``allowlist`` reaches ``allowed_hosts`` only."""
     allowed_hosts: tuple[str, ...] = ()
-    """Host names, ``*.host``, addresses or networks; with ``allowlist`` only."""
+    """Host names, ``*.name`` (what is below it), addresses or networks, without ports; with ``allowlist`` only. An
+    address that is not public has to be listed itself, or by a network without a public address."""
     cpus: float | None = None
     """Processors' worth of time at most; None is not limited."""
     disk_mb: int | None = None
@@ -333,6 +334,23 @@ class ListRequest(Record, frozen=True, kw_only=True):
     """Only those that carry all of these."""
 
 
+class NetworkUse(Record, frozen=True, kw_only=True):
+    """What a sandbox with an allow-list did with it, since its node's service began to answer there."""
+
+    allowed_hosts: tuple[str, ...]
+    """As created."""
+    requests: int
+    """Connections that asked for a host."""
+    denied: int
+    """Those whose host is not allowed."""
+    sent_bytes: int
+    """To hosts."""
+    received_bytes: int
+    """From hosts."""
+    denials: Mapping[str, int] = {}
+    """How often, by ``host:port``; of the first 64 of these."""
+
+
 class SandboxInfo(Record, frozen=True, kw_only=True):
     """A live sandbox (verb ``stat`` answers one)."""
 
@@ -354,6 +372,8 @@ class SandboxInfo(Record, frozen=True, kw_only=True):
     """Commands recorded for it."""
     running: tuple[str, ...]
     """Ids of the commands that run just now."""
+    network: NetworkUse | None = None
+    """None without a network."""
 
 
 class ListResult(Record, frozen=True, kw_only=True):

@@ -88,6 +88,8 @@ class LogPage(Record, frozen=True, kw_only=True):
     """More may come."""
     complete: bool = True
     """False where the full text is not kept any more and this is of the shortened one."""
+    written: int | None = None
+    """Then the bytes that the command wrote."""
 
 
 class KillRequest(Record, frozen=True, kw_only=True):

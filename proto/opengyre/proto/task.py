@@ -59,6 +59,10 @@ class TaskEnvironment(Record, frozen=True, kw_only=True):
     storage_mb: int | None = None
     healthcheck: Healthcheck | None = None
     """Waited for before anything else is run in it."""
+    network: Literal["none", "allowlist"] = "none"
+    """``allowlist`` reaches ``allowed_hosts`` only; what is made from ``dockerfile`` is made without a network."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names, ``*.name`` (what is below it), addresses or networks; with ``allowlist`` only."""
 
     @property
     def longest_s(self) -> float:

@@ -28,6 +28,7 @@ MAX_VARIABLES = 256
 MAX_STEPS = 256
 MAX_ARTIFACTS = 256
 MAX_RETRIES = 1000
+MAX_HOSTS = 256
 WEIGHT_TOLERANCE = 1e-6
 
 
@@ -162,6 +163,12 @@ def _environment(at: str, environment: TaskEnvironment) -> None:
     ):
         if value is not None and not 0 < value <= 1 << 24:
             raise InvalidTaskError(f"{at}.{field}", f"is {value}; allowed are values above 0 and up to {1 << 24}")
+    if environment.allowed_hosts and environment.network != "allowlist":
+        raise InvalidTaskError(f"{at}.allowed_hosts", "is set; allowed is that with network = 'allowlist' only")
+    if len(environment.allowed_hosts) > MAX_HOSTS:
+        raise InvalidTaskError(
+            f"{at}.allowed_hosts", f"has {len(environment.allowed_hosts)} entries; allowed are at most {MAX_HOSTS}"
+        )
     _timeout(f"{at}.build_timeout_s", environment.build_timeout_s)
     _variables(f"{at}.env", environment.env)
     _user(f"{at}.user", environment.user)

@@ -8,20 +8,21 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
+from opengyre.cli import sandbox_images
 from opengyre.cli import stack as stacks
 from opengyre.cli.client import JsonOption, StateDirOption, console, errors, show_json
+from opengyre.cli.sandbox_client import MARGIN_S, NodeOption, ask, nodes, run
 from opengyre.cli.sandbox_select import Wanted, age, labels, wanted
 from opengyre.cli.stack import StackError
 from opengyre.cli.stream_read import connected
 from opengyre.cli.streams import NatsOption
 from opengyre.proto.sandbox import (
-    SERVICE,
     DestroyRequest,
     DestroyResult,
     ExecRequest,
@@ -31,24 +32,18 @@ from opengyre.proto.sandbox import (
     ListResult,
     NodeInfo,
     SandboxInfo,
+    StatRequest,
 )
 from opengyre.proto.sandbox_jobs import LogPage, LogsRequest
 from opengyre.sandbox import doctor as machine_doctor
 from opengyre.sandbox.clear import clear
-from opengyre.sandbox.core import InfraError
-from opengyre.shared.bus import Bus, BusError, RpcFailedError, call, discover
+from opengyre.shared.bus import Bus
 from opengyre.shared.settings import load
 
-T = TypeVar("T")
-PREFIX = f"gyre-{SERVICE}-"
-ASK_S = 10.0
-MARGIN_S = 40.0
-"""What a command's answer may take beside the command."""
 TIMED_OUT = 124
 """Exit status of `exec` where the command was killed for its time, as of timeout(1)."""
 KILLED = 137
 LabelOption = Annotated[list[str] | None, typer.Option("--label", help="KEY=VALUE; may be repeated, all must hold.")]
-NodeOption = Annotated[str | None, typer.Option("--node", help="Only this node; default: all that answer.")]
 Sandbox = Annotated[str, typer.Argument(help="Id of a sandbox; `gyre sandbox ls` lists them.")]
 
 
@@ -57,30 +52,11 @@ def register(app: typer.Typer) -> None:
     sandbox.command("ls")(ls)
     sandbox.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
     sandbox.command("logs")(logs)
+    sandbox.command("network")(network)
     sandbox.command("gc")(gc)
     sandbox.command("doctor")(doctor)
+    sandbox_images.register(sandbox)
     app.add_typer(sandbox)
-
-
-def _run(work: Any) -> Any:
-    try:
-        return asyncio.run(work)
-    except (BusError, RpcFailedError, InfraError) as error:
-        raise StackError(str(error)) from error
-
-
-async def _ask(bus: Bus, node: str, verb: str, request: msgspec.Struct, reply: type[T], bound_s: float = ASK_S) -> T:
-    return await call(bus, SERVICE, node, verb, request, reply, timeout_s=bound_s, patience_s=bound_s)
-
-
-async def nodes(bus: Bus, node: str | None = None) -> list[str]:
-    """Names of the nodes that answer; raises `StackError` where there is none, or not the one that was named."""
-    found = [name.removeprefix(PREFIX) for name in await discover(bus, PREFIX) if name != f"{PREFIX}any"]
-    if node is not None and node not in found:
-        raise StackError(f"node {node!r} does not answer; there are: {', '.join(found) or 'none'}")
-    if not found:
-        raise StackError("no sandbox service answers on the bus; `gyre up` starts one")
-    return found if node is None else [node]
 
 
 async def listing(
@@ -90,7 +66,7 @@ async def listing(
     request = ListRequest(labels=wanted_labels or {})
     found: list[SandboxInfo] = []
     for name in await nodes(bus, node):
-        found += (await _ask(bus, name, "list", request, ListResult)).sandboxes
+        found += (await ask(bus, name, "list", request, ListResult)).sandboxes
     return found
 
 
@@ -114,7 +90,7 @@ def ls(
         async with connected(nats, state_dir) as bus:
             return await listing(bus, node, labels(label))
 
-    found = _run(work())
+    found = run(work())
     if json:
         show_json(found)
         return
@@ -157,9 +133,9 @@ def exec_(
 
     async def work() -> ExecResult:
         async with connected(nats, state_dir) as bus:
-            return await _ask(bus, await _where(bus, sandbox), "exec", request, ExecResult, timeout + MARGIN_S)
+            return await ask(bus, await _where(bus, sandbox), "exec", request, ExecResult, timeout + MARGIN_S)
 
-    done = _run(work())
+    done = run(work())
     if json:
         show_json(done)
     else:
@@ -201,7 +177,7 @@ def logs(
             node, start = await _where(bus, sandbox), offset
             while True:
                 request = LogsRequest(sandbox=sandbox, exec_id=command, stream=stream, offset=start)
-                page = await _ask(bus, node, "logs", request, LogPage)
+                page = await ask(bus, node, "logs", request, LogPage)
                 _show_page(page, json)
                 start = page.next_offset
                 if page.next_offset >= page.total:
@@ -209,7 +185,7 @@ def logs(
                         return
                     await asyncio.sleep(0.25)  # a command's output has no event on the bus
 
-    _run(work())
+    run(work())
 
 
 def _show_page(page: LogPage, json: bool) -> None:
@@ -219,7 +195,33 @@ def _show_page(page: LogPage, json: bool) -> None:
     sys.stdout.buffer.write(page.data)
     sys.stdout.flush()
     if not page.complete:
-        errors.print("the full text is not kept any more; this is the shortened one", soft_wrap=True)
+        size = "" if page.written is None else f", {page.written} bytes,"
+        errors.print(f"the full text{size} is not kept any more; this is the shortened one", soft_wrap=True)
+
+
+def network(
+    sandbox: Sandbox, nats: NatsOption = None, state_dir: StateDirOption = None, json: JsonOption = False
+) -> None:
+    """Show which hosts a sandbox may reach, and which it tried to reach all the same.
+
+    Example: gyre sandbox network r-g000001-e00-a0
+    """
+
+    async def work() -> SandboxInfo:
+        async with connected(nats, state_dir) as bus:
+            return await ask(bus, await _where(bus, sandbox), "stat", StatRequest(sandbox=sandbox), SandboxInfo)
+
+    use = run(work()).network
+    if json:
+        show_json(use)
+        return
+    if use is None:
+        print("no network")
+        return
+    print(f"may reach: {' '.join(use.allowed_hosts) or 'no host'}")
+    print(f"requests: {use.requests}, denied: {use.denied}, sent: {use.sent_bytes} B, received: {use.received_bytes} B")
+    for host, count in sorted(use.denials.items(), key=lambda item: -item[1]):
+        print(f"denied: {host} {count} times")
 
 
 def gc(
@@ -241,9 +243,9 @@ def gc(
 
     directory = (state_dir or load().state_dir).absolute()
     if chosen is not None:
-        removed = _run(_collect(chosen, dry_run, node, nats, state_dir))
+        removed = run(_collect(chosen, dry_run, node, nats, state_dir))
     elif stacks.owner(directory) is None:
-        removed = _run(clear(directory))
+        removed = run(clear(directory))
     else:
         raise StackError(f"a stack runs in {directory}; say which: --label, --owner, --older-than or --all")
     if json:
@@ -261,7 +263,7 @@ async def _collect(
         found = [info for info in await listing(bus, node, chosen.labels) if chosen.takes(info)]
         if not dry_run:
             for info in found:
-                await _ask(bus, info.node, "destroy", DestroyRequest(sandbox=info.sandbox), DestroyResult, MARGIN_S)
+                await ask(bus, info.node, "destroy", DestroyRequest(sandbox=info.sandbox), DestroyResult, MARGIN_S)
     return [info.sandbox for info in found]
 
 
@@ -274,12 +276,12 @@ def doctor(nats: NatsOption = None, state_dir: StateDirOption = None, json: Json
 
     async def work() -> list[NodeInfo]:
         async with connected(nats, state_dir) as bus:
-            return [await _ask(bus, name, "info", InfoRequest(), NodeInfo) for name in await nodes(bus)]
+            return [await ask(bus, name, "info", InfoRequest(), NodeInfo) for name in await nodes(bus)]
 
     why = None
     found: list[NodeInfo] = []
     try:
-        found = _run(work())
+        found = run(work())
     except StackError as error:  # the machine can be looked at without a stack
         why = str(error)
     if json:

@@ -61,6 +61,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     model: str | None = None
     stream: bool = False
+    priority: int = 0
+    """Of the calls that wait for the engine the least comes first."""
     stream_interval_s: float | None = None
     """Seconds between increments at least. Where it is given, an answer that is whole before the first of them is due
     comes as one JSON object, as if `stream` were false."""
@@ -87,6 +89,7 @@ def to_request(body: GenerateBody, engine_id: str, seed: int) -> GenerateRequest
         stop_token_ids=tuple(params.stop_token_ids),
         seed=params.seed if params.seed is not None else seed,
         ignore_eos=params.ignore_eos,
+        priority=body.priority,
     )
 
 

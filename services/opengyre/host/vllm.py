@@ -7,6 +7,10 @@ Invariants:
 - A call's tokens are known here as they are sampled, so a server that dies loses none of them: its calls end as
   stopped, with what they had.
 - Weights change only while the engine is paused and its caches are cleared.
+- New weights are proven before they serve: the version's canary (`opengyre.weights.canary`) is scored and compared with
+  the trainer's log-probs. vLLM scores nothing while it is paused, so it goes on for that, and what calls in flight get
+  meanwhile is held back. If the canary is off it is thrown away, those calls end as stopped, and the former weights are
+  taken again. So no token of weights that were not proven leaves this module.
 - What the engine does not refuse but dies of (a token that is none, a prompt that is too long) is refused here.
 
 Awaits: a call is woken by its stream, and bounded by its host; a command by the server's answer, `COMMAND_S` at most;
@@ -17,10 +21,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,10 @@ import aiohttp
 
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of, gauges
-from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan
+from opengyre.host.vllm_machine import free_memory, gpu_memory, gpus_of
+from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan, same_shape
 from opengyre.host.vllm_process import Server
+from opengyre.policy.directory import check_directory
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.types import (
@@ -42,6 +47,7 @@ from opengyre.tiny.types import (
     InvalidRequestError,
     WrongStateError,
 )
+from opengyre.weights.canary import Canary, gap, read_canary
 
 log = logging.getLogger("gyre.host.vllm")
 
@@ -49,22 +55,10 @@ COMMAND_S = 120.0
 MEASURE_S = 1.0
 RATE_S = 3.0
 PATIENCE_S = 900.0
-
-
-def gpus_of(environment: Mapping[str, str]) -> int:
-    """How many GPUs this process may use; needs no torch."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def free_memory() -> int:
-    """Bytes of this machine's memory that may be taken."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise EngineError("/proc/meminfo does not say how much memory is free")
+REFUSED_S = 60.0
+"""A version that was not proven is not taken again for so long: each time costs the calls in flight some tokens."""
+CANARY_PRIORITY = -(1 << 20)
+"""Before all calls."""
 
 
 class VllmEngine:
@@ -80,7 +74,11 @@ class VllmEngine:
         self._facts: Facts | None = None
         self._plan: Plan | None = None
         self._state = "asleep"
+        self._directory: Path | None = None
         self._version = -1
+        self._proving: asyncio.Event | None = None
+        """While a canary is scored; set when it is known what becomes of the calls."""
+        self._refused: tuple[Path, float, str] | None = None
         self._calls: dict[str, Sampling] = {}
         self._asking: set[asyncio.Task[Any]] = set()
         self._helpers: list[asyncio.Task[None]] = []
@@ -109,6 +107,8 @@ class VllmEngine:
         if len(self._calls) >= (1 + WAITING_FACTOR) * self.capacity:
             raise EngineBusyError(f"{len(self._calls)} calls are in flight; try again later")
         call = Sampling(request, self._version)
+        if self._proving is not None:
+            call.hold()
         self._calls[request.request_id] = call
         task = asyncio.ensure_future(self._sample(call, self._server))
         self._asking.add(task)
@@ -119,23 +119,30 @@ class VllmEngine:
         assert self._plan is not None
         body = body_of(call.request, self._plan.context, call.version)
         bound = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
+        failed: Exception | None = None
         try:
-            async with self._http().post(f"{server.url}/inference/v1/generate", json=body, timeout=bound) as answer:
-                if answer.status != 200:
-                    said = (await answer.text())[:300]
-                    refused = InvalidRequestError if answer.status == 400 else EngineError
-                    raise refused(f"vLLM answered {answer.status}: {said}")
-                async for line in answer.content:
-                    self._count(call.take(line))
-        except (aiohttp.ClientError, TimeoutError, EngineError) as error:
-            if isinstance(error, InvalidRequestError):
+            try:
+                async with self._http().post(f"{server.url}/inference/v1/generate", json=body, timeout=bound) as answer:
+                    if answer.status != 200:
+                        said = (await answer.text())[:300]
+                        refused = InvalidRequestError if answer.status == 400 else EngineError
+                        raise refused(f"vLLM answered {answer.status}: {said}")
+                    async for line in answer.content:
+                        self._count(call.take(line))
+                        if call.withdrawn:
+                            break
+            except InvalidRequestError:
                 raise
-            # What it had sampled is here: the call ends as one that was stopped, and goes on elsewhere.
-            log.warning("call %s ends with %d tokens: %r", call.request.request_id, len(call.tokens), error)
-            if not call.tokens:
-                raise EngineError(f"the engine failed: {error}") from error
+            except (aiohttp.ClientError, TimeoutError, EngineError) as error:
+                # What it had sampled is here: the call ends as one that was stopped, and goes on elsewhere.
+                log.warning("call %s ends with %d tokens: %r", call.request.request_id, len(call.tokens), error)
+                failed = error
+            while self._proving is not None:
+                await self._proving.wait()
         finally:
             self._calls.pop(call.request.request_id, None)
+        if failed is not None and not call.tokens:
+            raise EngineError(f"the engine failed: {failed}") from failed
         return call.result()
 
     def _count(self, tokens: int) -> None:
@@ -174,40 +181,94 @@ class VllmEngine:
 
     async def resume(self) -> None:
         self._must("resume", "running", "paused")
+        await self._go_on()
+        self._state = "running"
+
+    async def _go_on(self) -> None:
         for call in self._calls.values():
             call.changed(self._version)
         await self._post("/resume")
-        self._state = "running"
 
     async def load(self, directory: Path, version: int) -> None:
         self._must("load", "paused")
+        self._look_for_refusal(directory)
         facts = await asyncio.to_thread(facts_of, directory)
+        canary = await asyncio.to_thread(read_canary, directory)
         assert self._facts is not None
-        if (facts.vocabulary, facts.kv_values, facts.heads) != (
-            self._facts.vocabulary, self._facts.kv_values, self._facts.heads,
-        ):  # fmt: skip
+        if not same_shape(facts, self._facts):
             raise InvalidRequestError(f"{directory} holds a model of another shape than the one that is served")
-        await self._take(directory, version)
+        before, named = self._directory, self._version
+        assert before is not None
+        try:
+            await self._take(directory, version)
+            await self._prove(directory, canary)
+        except EngineError:
+            await self._put_back(before, named)
+            raise
+
+    async def _put_back(self, directory: Path, version: int) -> None:
+        """The weights that were served before; without them the engine is of no use, and ends."""
+        try:
+            await self._pause()
+            await self.abort([name for name, call in self._calls.items() if call.withdrawn])
+            await self._take(directory, version)
+        except EngineError:
+            log.exception("the weights of %s cannot be taken again; vLLM is ended", directory)
+            await self._end()
+            self._state = "closed"
 
     async def _take(self, directory: Path, version: int) -> None:
-        try:
-            answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]})
-            await self._name(version)
-        except EngineError:
-            # Some may be the new ones: it serves nothing more, and its host leaves and starts it anew.
-            self._state = "closed"
-            raise
+        answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]})
         log.info("weights of %s taken: %s", directory, answer)
+        await self._name(directory, version)
 
-    async def _name(self, version: int) -> None:
+    async def _name(self, directory: Path, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version)})
-        self._version = version
+        self._directory, self._version = directory, version
+
+    def _look_for_refusal(self, directory: Path) -> None:
+        if self._refused is not None and self._refused[0] == directory and time.monotonic() < self._refused[1]:
+            raise EngineError(self._refused[2])
+
+    async def _prove(self, directory: Path, canary: Canary | None) -> None:
+        """From paused to paused: raises `EngineError` if vLLM does not compute what the trainer does."""
+        if canary is None:  # of a directory that no trainer of ours wrote
+            return
+        assert self._plan is not None
+        self._proving = asyncio.Event()
+        for call in self._calls.values():
+            call.hold()
+        proven = False
+        try:
+            await self._go_on()
+            async with asyncio.timeout(COMMAND_S):
+                scored = await asyncio.gather(*(self.score(prompt) for prompt in canary.prompts))
+            found = gap(canary, scored)
+            log.info("log-probs of %s are off by %.2g nats, %.2g at most", directory, found.mean, found.largest)
+            if not found.mean <= self._plan.canary_nats:
+                why = (
+                    f"log-probs of {directory}'s canary are off by {found.mean:.2g} nats on average; allowed are "
+                    f"{self._plan.canary_nats:g} (host.vllm_canary_nats): vLLM does not compute by these weights"
+                )
+                self._refused = (directory, time.monotonic() + REFUSED_S, why)
+                raise EngineError(why)
+            # The caches are of these weights.
+            await self._post("/pause?mode=keep&clear_cache=false")
+            proven = True
+        except TimeoutError as error:
+            raise EngineError(f"the canary of {directory} was not scored within {COMMAND_S:g} s") from error
+        finally:
+            for call in self._calls.values():
+                call.proven() if proven else call.withdraw()
+            proving, self._proving = self._proving, None
+            proving.set()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-prob of each token but the first, given those before it, by the weights in force."""
         body = {
             "model": "policy",
             "token_ids": list(token_ids),
+            "priority": CANARY_PRIORITY,
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
         }
         answer = await self._post("/inference/v1/generate", body)
@@ -229,18 +290,26 @@ class VllmEngine:
 
     async def wake(self, directory: Path, version: int) -> None:
         self._must("wake", "asleep")
+        self._look_for_refusal(directory)
+        await asyncio.to_thread(check_directory, directory)
         facts = await asyncio.to_thread(facts_of, directory)
-        if self._server is not None and facts == self._facts:
-            await self._post("/wake_up")
-            await self._pause()
-            await self._take(directory, version)
-        else:
+        canary = await asyncio.to_thread(read_canary, directory)
+        try:
+            if self._server is not None and self._facts is not None and same_shape(facts, self._facts):
+                await self._post("/wake_up")
+                await self._pause()
+                await self._take(directory, version)
+            else:
+                await self._end()
+                await self._start(facts)
+                await self._pause()
+                await self._name(directory, version)
+            await self._prove(directory, canary)
+            await self._look()
+        except EngineError:
             await self._end()
-            await self._start(facts)
-            await self._pause()
-            await self._name(version)
+            raise
         self._state = "paused"
-        await self._look()
 
     async def _start(self, facts: Facts) -> None:
         try:
@@ -248,7 +317,7 @@ class VllmEngine:
         except VllmMissingError as error:
             raise EngineError(str(error)) from error
         gpus = gpus_of(os.environ)
-        free = await asyncio.to_thread(free_memory) if not gpus else await asyncio.to_thread(_gpu_memory, python)
+        free = await asyncio.to_thread(gpu_memory, python) if gpus else await asyncio.to_thread(free_memory)
         self._plan = plan(facts, self._settings, gpus=gpus, free_bytes=free)
         began = time.monotonic()
         self._server = await Server.start(
@@ -313,6 +382,7 @@ class VllmEngine:
             tokens_per_s=rate,
             kv_bytes=self._held - weights,
             weight_bytes=weights,
+            kv_usage=self._figures.get("kv_cache_usage_perc", 0.0),
         )
 
     async def close(self) -> None:
@@ -348,12 +418,3 @@ class VllmEngine:
                 return await answer.json()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"vLLM did not answer {path}: {error!r}") from error
-
-
-def _gpu_memory(python: str) -> int:
-    """Free bytes of the first GPU's memory; raises `EngineError`."""
-    code = "import torch; print(torch.cuda.mem_get_info(0)[0])"
-    try:
-        return int(subprocess.run([python, "-c", code], check=True, capture_output=True, timeout=120).stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise EngineError(f"{python} does not say how much of the GPU's memory is free: {error}") from error

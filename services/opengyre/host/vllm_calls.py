@@ -65,6 +65,7 @@ def body_of(request: GenerateRequest, context: int, version: int) -> dict[str, A
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
         "stream": True,
+        "priority": request.priority,
         # A block that other weights computed is never taken for one of these.
         "cache_salt": f"v{version}",
         "sampling_params": {
@@ -90,10 +91,14 @@ class Sampling:
     spans: list[VersionSpan] = field(default_factory=list)
     """Of what was sampled before the weights were last changed."""
     finish: FinishReason | None = None
+    shown: int | None = None
+    """So many tokens are known to others, while those after them are held back."""
+    withdrawn: bool = False
+    """What was held back is gone, and what comes is not taken."""
 
     def take(self, line: bytes) -> int:
         """A line of the stream; how many tokens came with it. Raises `EngineError` for a failure of the engine."""
-        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+        if self.withdrawn or not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             return 0
         try:
             chunk = _chunks.decode(line[5:])
@@ -116,9 +121,24 @@ class Sampling:
         return new
 
     def changed(self, version: int) -> None:
-        """From here on other weights sample."""
-        self.spans = list(self.covered())
-        self.version = version
+        """From here on these weights sample."""
+        if version != self.version:
+            self.spans = list(self.covered())
+            self.version = version
+
+    def hold(self) -> None:
+        """What is sampled from here on is held back, until it is `proven` or `withdrawn`."""
+        self.shown = len(self.tokens)
+
+    def proven(self) -> None:
+        self.shown = None
+
+    def withdraw(self) -> None:
+        """The call ends as one that was stopped before it was held."""
+        end = len(self.tokens) if self.shown is None else self.shown
+        self.spans = list(spans_from(self.covered(), 0, end))
+        del self.tokens[end:], self.logprobs[end:]
+        self.finish, self.shown, self.withdrawn = None, None, True
 
     def covered(self) -> tuple[VersionSpan, ...]:
         """Spans over all tokens so far."""
@@ -127,9 +147,9 @@ class Sampling:
         return (*spans_from(tuple(self.spans), 0, len(self.tokens)), *rest)
 
     def increment(self, after: int) -> Increment:
-        end = len(self.tokens)
+        end = len(self.tokens) if self.shown is None else self.shown
         return Increment(
-            tuple(self.tokens[after:]), tuple(self.logprobs[after:]), spans_from(self.covered(), after, end)
+            tuple(self.tokens[after:end]), tuple(self.logprobs[after:end]), spans_from(self.covered(), after, end)
         )
 
     def result(self) -> GenerateResult:

@@ -66,6 +66,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Sequence[int]
     model: str
     sampling_params: SamplingParams
+    priority: int = 0
+    """Of the calls that wait at the host the least comes first."""
     stream: bool = True
     stream_interval_s: float = 1.0
 

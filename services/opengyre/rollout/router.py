@@ -165,6 +165,8 @@ class Router:
                 token_ids=call.tokens + done.tokens,
                 model=call.run,
                 sampling_params=_left(call.params, limit - len(done.tokens)),
+                # What was moved has waited its turn already.
+                priority=-1 if done.tokens else 0,
                 stream_interval_s=call.interval_s,
             )
             received = Received(call.hear)

@@ -7,16 +7,19 @@ import asyncio
 import hashlib
 import itertools
 import os
+import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opengyre.proto.sandbox import Capabilities
+from opengyre.proto.sandbox import Capabilities, NetworkUse
 from opengyre.sandbox import jail
 from opengyre.sandbox.cgroups import Cgroups
-from opengyre.sandbox.core import SandboxGone
+from opengyre.sandbox.commands import SPOOL_MB
+from opengyre.sandbox.core import SandboxGone, Spec
+from opengyre.sandbox.egress import Egress
 from opengyre.sandbox.images import Images
 from opengyre.sandbox.launch import kernel
 from opengyre.sandbox.launch.files import WORKSPACE
@@ -50,6 +53,7 @@ class Base(ABC):
         binds: Mapping[str, str] | None = None,
         image_roots: Sequence[Path] = (),
         image_cache_mb: int = 4096,
+        spool_mb: int = SPOOL_MB,
     ) -> None:
         """``binds``: folders of this machine that every sandbox shows, read-only, by their paths in it.
         ``image_roots``: where the root directories that a spec may name have to lie.
@@ -57,13 +61,15 @@ class Base(ABC):
         self._root = root.resolve()
         self.image_cache = Images(self._root / "images", image_cache_mb << 20, self.in_use)
         self._image_roots = [path.resolve() for path in image_roots]
+        self._spool_mb = spool_mb
         self._mounts = False
-        self._loops = False
+        self._no_disks: str | None = "start() looks"
         self._binds = dict(binds or {})
         self._isolated = isolated
         self._own_ids = isolated and os.geteuid() == 0
         self._key = hashlib.sha256(str(self._root).encode()).hexdigest()[:10]
         self._launcher = Launcher(self._root / "launcher.log")
+        self._egress = Egress(self.listen)
         self._boot = boot_id()
         self._live: dict[str, Processes] = {}
         self._making: dict[str, Processes] = {}
@@ -88,6 +94,17 @@ class Base(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    async def listen(self, sandbox: str, port: int) -> socket.socket: ...
+
+    async def connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox with an allow-list, unless it is open."""
+        await self._egress.open(spec)
+
+    def network(self, sandbox: str) -> NetworkUse | None:
+        """What it did with its way out; None where that is not open."""
+        return self._egress.use(sandbox)
 
     def folder(self, sandbox: str) -> Path:
         """Where everything about a sandbox is written; others may keep files of their own in it."""

@@ -24,9 +24,10 @@ from opengyre.proto.sandbox import Capabilities
 from opengyre.sandbox import jail, machine, processes
 from opengyre.sandbox.base import NOBODY, in_thread
 from opengyre.sandbox.cgroups import Cgroups
-from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxError, Spec
+from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, SandboxError, Spec, unsupported
 from opengyre.sandbox.discard import discard
 from opengyre.sandbox.images import Image
+from opengyre.sandbox.launch import spools
 from opengyre.sandbox.records import Processes, load, save
 from opengyre.sandbox.roots import HOST_ROOT, Root, Roots
 from opengyre.sandbox.running import Running
@@ -54,7 +55,7 @@ class Bubblewrap(Running, Transfer, Roots):
             backend="bubblewrap",
             isolated=self._isolated,
             network_none=self._isolated,
-            network_allowlist=False,
+            network_allowlist=self._isolated,
             fork=self._isolated,
             snapshot=self._isolated,
             disk_limit=self._mounts,
@@ -71,6 +72,11 @@ class Bubblewrap(Running, Transfer, Roots):
         found = []
         if not self._groups.memory:
             found.append("memory is limited for each process only (no writable memory cgroup)")
+        if self._mounts and self._no_disks is not None:
+            found.append(
+                f"what is written to roots of images is held in the memory of their sandboxes, so that a disk_mb of "
+                f"more than memory_mb ends a process before it refuses a write ({self._no_disks})"
+            )
         if not self._isolated:
             found.append("nothing is isolated: commands see this machine's files, network and processes")
             found.append("workspace_mb is not enforced")
@@ -88,10 +94,10 @@ class Bubblewrap(Running, Transfer, Roots):
                 raise CannotIsolateError(why)
             self._bwrap = str(await asyncio.to_thread(machine.reachable, binary))
             self._mounts = await asyncio.to_thread(machine.prepare_mounts) if self._own_ids else False
-            self._loops = self._mounts and machine.has_loops()
         self._cgroups = await asyncio.to_thread(Cgroups, self._key)
         await asyncio.to_thread(self._sweep)
         await self._launcher.start()
+        self._no_disks = await self._try_disk()
         probe = Spec(sandbox=f"probe-{os.getpid()}", workspace_mb=1)
         try:
             await self.create(probe, {})
@@ -102,7 +108,7 @@ class Bubblewrap(Running, Transfer, Roots):
         return list(self._live)
 
     async def _take_folder(self) -> None:
-        for name in ("sandboxes", "trash", "layers", "snapshots"):
+        for name in ("sandboxes", "trash", "layers", "snapshots", "disks"):
             (self._root / name).mkdir(parents=True, exist_ok=True)
         self._root.chmod(0o700)
         lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -119,6 +125,7 @@ class Bubblewrap(Running, Transfer, Roots):
         self._lock = lock
 
     async def stop(self) -> None:
+        await self._egress.close_all()
         await self._launcher.stop()
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.close)
@@ -147,6 +154,8 @@ class Bubblewrap(Running, Transfer, Roots):
         self._drop_unused()
 
     async def create(self, spec: Spec, files: Mapping[str, str]) -> None:
+        if spec.network != "none" and not self._isolated:
+            raise unsupported("network_allowlist", "network", "bubblewrap")
         if spec.image is None and spec.disk_mb is not None:
             raise InvalidRequest(
                 f"disk_mb is {spec.disk_mb} without an image; allowed is it with one, as /workspace and /tmp have "
@@ -170,6 +179,7 @@ class Bubblewrap(Running, Transfer, Roots):
             env=root.env,
             workdir=root.workdir,
             user=root.user,
+            spool_limit=jail.spool_limit(spec),
         )
         if slot is not None:
             self._slots.add(slot)
@@ -204,6 +214,7 @@ class Bubblewrap(Running, Transfer, Roots):
             raise InfraError(f"sandbox {sandbox!r} could not be made: {error}") from error
         self._making.pop(sandbox, None)
         self._live[sandbox] = record
+        await self._egress.open(spec)
 
     def _jail(self, spec: Spec, record: Processes) -> list[str]:
         if not self._isolated:
@@ -226,6 +237,10 @@ class Bubblewrap(Running, Transfer, Roots):
         """Its folder, its cgroups; the folder that is its workspace without namespaces, and its disk's file."""
         folder = self.folder(spec.sandbox)
         home = self._home(spec.sandbox, record)
+        if (
+            record.base is not None and not Path(record.base).is_dir()
+        ):  # it was said first to be used: see `Images.remove`
+            raise InvalidRequest(f"image is {spec.image!r}, which was removed meanwhile; allowed is one that is there")
         if old is None:
             folder.mkdir()
             save(folder / "processes.json", record)
@@ -233,7 +248,9 @@ class Bubblewrap(Running, Transfer, Roots):
         else:
             save(folder / "processes.json", record)
             home.mkdir()
-            (self._home(spec.sandbox, old) / "execs").rename(home / "execs")
+            for name in ("execs", spools.FOLDER):
+                with suppress(FileNotFoundError):  # the second one comes with the first command
+                    (self._home(spec.sandbox, old) / name).rename(home / name)
             shutil.rmtree(self._home(spec.sandbox, old), ignore_errors=True)
         (home / "files.json").write_text(
             json.dumps({self._place(spec.sandbox, name): text for name, text in files.items()})
@@ -259,6 +276,7 @@ class Bubblewrap(Running, Transfer, Roots):
         if (old.image, old.base) != (root.image is not None, root.image):
             raise InvalidRequest(f"snapshot is {snapshot!r}; allowed is one of a sandbox with the same image")
         del self._live[spec.sandbox]
+        await self._egress.close(spec.sandbox)
         await in_thread(self._end, spec.sandbox, old)
         if old.slot is not None:
             self._slots.discard(old.slot)
@@ -271,6 +289,7 @@ class Bubblewrap(Running, Transfer, Roots):
         return record is not None and self._is_live(record)
 
     async def destroy(self, sandbox: str) -> None:
+        await self._egress.close(sandbox)
         record = self._live.pop(sandbox, None) or self._making.pop(sandbox, None)
         try:
             await in_thread(self._remove, sandbox, record)

@@ -2,11 +2,12 @@
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opengyre.proto.sandbox import Capabilities, ExecRequest, ForwardRequest, PrepareRequest, SandboxSpec, VerifyRequest
 from opengyre.proto.sandbox_jobs import SpawnRequest
 from opengyre.proto.sandbox_trees import ForkRequest
+from opengyre.sandbox import allowlist
 from opengyre.sandbox.core import InvalidRequest, Options, Spec, unsupported
 
 ROOTS = ("/workspace", "/tmp", "/logs")  # noqa: S108 - the sandbox's own
@@ -111,6 +112,15 @@ def _optional(made: Spec) -> None:
     user("user", made.user)
     if made.allowed_hosts and made.network != "allowlist":
         raise InvalidRequest("allowed_hosts are given; allowed are they with network = 'allowlist' only")
+    hosts(made.allowed_hosts)
+
+
+def hosts(value: Sequence[str]) -> None:
+    """The entries of an allow-list."""
+    try:
+        allowlist.parse(value)
+    except allowlist.HostError as error:
+        raise InvalidRequest(str(error)) from error
 
 
 def user(field: str, value: str | None) -> None:

@@ -2,17 +2,23 @@
 
 import hashlib
 import posixpath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from opengyre.proto.sandbox import ExecResult
-from opengyre.sandbox import jail
+from opengyre.proto.sandbox_jobs import LogPage
+from opengyre.sandbox import allowlist, jail
 from opengyre.sandbox.core import PLAIN, Options, Spec
 from opengyre.sandbox.records import Answer, Processes
 
-KEPT_MB = 64
-"""Most of the full outputs of ended commands that is kept of a sandbox, in MiB; at least one command's."""
+SPOOL_MB = 64
+"""Most of the full outputs of commands that is kept of a sandbox, in MiB; at least one command's."""
+
+
+def keep_limit(spool_limit: int, spool_mb: int) -> int:
+    """The same in bytes, where one stream of a command has at most ``spool_limit``."""
+    return max(spool_mb << 20, 2 * spool_limit)
 
 
 def digest(command: str, options: Options = PLAIN) -> str:
@@ -32,16 +38,18 @@ def request(
     cwd: str,
     uid: int | None,
     memory_by_cgroup: bool,
+    spool_mb: int = SPOOL_MB,
     options: Options = PLAIN,
 ) -> dict[str, Any]:
     """What `opengyre.sandbox.launch.execs.Start` reads, but for the command, its bounds and its folder."""
     exec_marker = f"{marker}.{exec_id}"
     user = options.user or spec.user or record.user
+    env = {**record.env, **allowlist.variables(spec.network), **spec.env, **options.env}
     return {
         "sandbox": spec.sandbox,
         "spool_limit": jail.spool_limit(spec),
-        "keep_limit": max(KEPT_MB << 20, 2 * jail.spool_limit(spec)),
-        "env": jail.environment({**record.env, **spec.env, **options.env}, marker, exec_marker, None if user else cwd),
+        "keep_limit": keep_limit(jail.spool_limit(spec), spool_mb),
+        "env": jail.environment(env, marker, exec_marker, None if user else cwd),
         "user": user,
         "keep": jail.ROOT_CAPABILITIES,
         "no_output_s": options.no_output_timeout_s,
@@ -53,6 +61,24 @@ def request(
         "marker": exec_marker,
         "isolated": record.isolated,
     }
+
+
+def shortened(answer: Answer | ExecResult, stream: Literal["stdout", "stderr"], offset: int, limit: int) -> LogPage:
+    """A page of what a command's answer holds of a stream, where the file is not kept."""
+    data = (answer.stdout if stream == "stdout" else answer.stderr).encode("utf-8", "replace")
+    written = answer.stdout_bytes if stream == "stdout" else answer.stderr_bytes
+    cut = answer.stdout_truncated if stream == "stdout" else answer.stderr_truncated
+    at = max(0, len(data) + offset) if offset < 0 else min(offset, len(data))
+    page = data[at : at + limit]
+    return LogPage(
+        data=page,
+        offset=at,
+        next_offset=at + len(page),
+        total=len(data),
+        running=False,
+        complete=not cut,
+        written=written if cut else None,
+    )
 
 
 def result(exec_id: str, answer: Answer, *, isolated: bool) -> ExecResult:

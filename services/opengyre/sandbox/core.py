@@ -5,13 +5,13 @@ everything that is not the command's doing is one of the errors below.
 """
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
-from opengyre.proto.sandbox import Capabilities, ErrorKind, ExecResult
+from opengyre.proto.sandbox import Capabilities, ErrorKind, ExecResult, NetworkUse
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
 
 
@@ -106,6 +106,15 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
 
     entries: int
     skipped: int
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """An image that is there; see `opengyre.proto.sandbox_images.ImageInfo`."""
+
+    name: str
+    size: int
+    used_at: float | None
+    in_use: bool
 
 
 class Backend(Protocol):
@@ -234,12 +243,42 @@ class Backend(Protocol):
         """Names that a spec's ``image`` may have."""
         ...
 
+    async def image_list(self) -> tuple[list[Stored], int | None]:
+        """Those images, by name, and the bytes that all may take together, None where that has no bound."""
+        ...
+
+    async def add_image(self, image: str, source: Path, told: Callable[[int], None]) -> Stored:
+        """An image from an archive or a folder of the node, in the place of one of that name. ``told``, in a thread,
+        the bytes of each file before it is written; what it raises ends the addition, which leaves nothing.
+        """
+        ...
+
+    def image_source(self, path: str) -> Path:
+        """Where on the node an image may be added from; raises `InvalidRequest` for other places."""
+        ...
+
+    async def remove_image(self, image: str) -> int:
+        """Remove an image; the bytes that it took."""
+        ...
+
     async def listen(self, sandbox: str, port: int) -> socket.socket:
         """A socket that listens on the sandbox's loopback; the caller closes it."""
         ...
 
+    async def connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox with an allow-list that was found by `start`, unless it is open."""
+        ...
+
+    def network(self, sandbox: str) -> NetworkUse | None:
+        """What it did with its way out; None where that is not open."""
+        ...
+
     def folder(self, sandbox: str) -> Path:
         """Where the manager may keep records about it; it goes with the sandbox."""
+        ...
+
+    async def trim(self) -> None:
+        """Hold what the commands of each sandbox have written to its bound, the oldest first; asked now and then."""
         ...
 
     def execs(self, sandbox: str) -> tuple[int, list[str]]:

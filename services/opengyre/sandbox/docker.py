@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,9 @@ import aiodocker
 
 from opengyre.proto.sandbox import ExecResult
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
-from opengyre.sandbox import docker_config, docker_execs
+from opengyre.sandbox import docker_config, docker_execs, docker_spool
+from opengyre.sandbox.allowlist import PORT
+from opengyre.sandbox.commands import keep_limit
 from opengyre.sandbox.core import (
     PLAIN,
     CannotIsolateError,
@@ -34,13 +37,13 @@ from opengyre.sandbox.core import (
 )
 from opengyre.sandbox.docker_base import Made
 from opengyre.sandbox.docker_engine import engine_errors, to_its_end
-from opengyre.sandbox.docker_snapshots import Snapshots
+from opengyre.sandbox.docker_images import Images
 from opengyre.sandbox.records import load
 
 LOCK_BOUND_S = 10.0
 
 
-class Docker(Snapshots):
+class Docker(Images):
     """All sandboxes under one folder; a second service on the same folder is refused."""
 
     async def start(self) -> list[str]:
@@ -97,6 +100,7 @@ class Docker(Snapshots):
             done = await self.exec(probe, "probe", "echo here", 30.0, 100)
             if done.stdout != "here\n":
                 raise CannotIsolateError(f"the engine does not see the folder {self._root}")
+            (await self.listen(probe.sandbox, PORT)).close()
         except SandboxError as error:
             raise CannotIsolateError(
                 f"this Docker engine cannot hold sandboxes: {error}; allowed is one on this machine, with the service "
@@ -106,6 +110,7 @@ class Docker(Snapshots):
             await self.destroy(probe.sandbox)
 
     async def stop(self) -> None:
+        await self._egress.close_all()
         await self._commands.stop()
         await self._engine.close()
         if self._lock >= 0:
@@ -167,6 +172,13 @@ class Docker(Snapshots):
 
     async def kill(self, sandbox: str, exec_id: str, signal: Literal["KILL", "TERM", "INT"] = "KILL") -> None:
         await self._commands.kill(self._place(sandbox), exec_id, signal)
+
+    async def trim(self) -> None:
+        """Hold what commands have written to its bound, also where what they left behind writes on."""
+        for sandbox, made in list(self._live.items()):
+            with suppress(FileNotFoundError):  # it is being removed
+                bound = keep_limit(made.spool_limit, self._spool_mb)
+                await asyncio.to_thread(docker_spool.trim, self._home(sandbox, made), bound)
 
     def execs(self, sandbox: str) -> tuple[int, list[str]]:
         return docker_execs.of(self._home(sandbox, self._record(sandbox)))

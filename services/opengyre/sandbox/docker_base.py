@@ -2,17 +2,21 @@
 
 import hashlib
 import itertools
+import socket as sockets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from opengyre.proto.sandbox import Capabilities
+from opengyre.proto.sandbox import Capabilities, NetworkUse
 from opengyre.sandbox import docker_config
-from opengyre.sandbox.core import SandboxGone
+from opengyre.sandbox.commands import SPOOL_MB
+from opengyre.sandbox.core import SandboxGone, Spec
 from opengyre.sandbox.docker_engine import Engine
 from opengyre.sandbox.docker_execs import Commands
 from opengyre.sandbox.docker_spool import Place
+from opengyre.sandbox.egress import Egress
 from opengyre.sandbox.records import boot_id
 
 
@@ -28,9 +32,11 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     """Number of its init on this machine."""
     user: str = docker_config.USER
     cwd: str = docker_config.WORKSPACE
+    spool_limit: int = 0
+    """Most bytes of one stream of a command's output."""
 
 
-class DockerBase:
+class DockerBase(ABC):
     """All sandboxes under one folder."""
 
     def __init__(
@@ -41,6 +47,7 @@ class DockerBase:
         image: str,
         binds: Mapping[str, str] | None = None,
         max_snapshot_mb: int = 1024,
+        spool_mb: int = SPOOL_MB,
     ) -> None:
         """``socket``: the engine's. ``image``: what a sandbox shows whose spec names none. ``binds``: folders of this
         machine that every sandbox shows, read-only, by their paths in it. ``max_snapshot_mb``: of files outside images.
@@ -49,8 +56,10 @@ class DockerBase:
         self._image = image
         self._binds = dict(binds or {})
         self._max_snapshot_mb = max_snapshot_mb
+        self._spool_mb = spool_mb
         self._key = hashlib.sha256(str(self._root).encode()).hexdigest()[:10]
         self._boot = boot_id()
+        self._egress = Egress(self.listen)
         self._engine = Engine(socket)
         self._commands = Commands(self._engine)
         self._live: dict[str, Made] = {}
@@ -70,7 +79,7 @@ class DockerBase:
             backend="docker",
             isolated=True,
             network_none=True,
-            network_allowlist=False,
+            network_allowlist=True,
             fork=True,
             snapshot=True,
             disk_limit=self._storage,
@@ -82,6 +91,17 @@ class DockerBase:
             background=True,
             users=True,
         )
+
+    @abstractmethod
+    async def listen(self, sandbox: str, port: int) -> sockets.socket: ...
+
+    async def connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox with an allow-list, unless it is open."""
+        await self._egress.open(spec)
+
+    def network(self, sandbox: str) -> NetworkUse | None:
+        """What it did with its way out; None where that is not open."""
+        return self._egress.use(sandbox)
 
     def unenforced(self) -> list[str]:
         """Sentences: what a spec asks for and this engine cannot hold."""

@@ -12,7 +12,7 @@ Of an image nothing is needed but ``sh``, ``sleep``, ``cat``, ``head``, ``mkdir`
 from collections.abc import Mapping
 from typing import Any
 
-from opengyre.sandbox import jail
+from opengyre.sandbox import allowlist, jail
 from opengyre.sandbox.core import Options, Spec
 
 KEY_LABEL = "org.opengyre.key"
@@ -152,4 +152,5 @@ def environment(spec: Spec, marker: str, exec_marker: str, options: Options) -> 
     base = {"TERM": "dumb"}
     if spec.image is None:
         base |= {"PATH": jail.PATH, "HOME": WORKSPACE, "PWD": WORKSPACE, "USER": "agent", "LANG": "C.UTF-8"}
-    return {**base, **spec.env, **options.env, "GYRE_SANDBOX": marker, "GYRE_EXEC": exec_marker}
+    said = {**allowlist.variables(spec.network), **spec.env, **options.env}
+    return {**base, **said, "GYRE_SANDBOX": marker, "GYRE_EXEC": exec_marker}

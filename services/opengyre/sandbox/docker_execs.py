@@ -5,6 +5,8 @@ Invariants:
   exec can be started once, so whoever finds the record may start it, and nobody starts it twice.
 - A command's output goes to files of the node, so no pipe holds whoever waits, and a flood is bounded by a file's size.
 - What a command did is in ``ended.json``, whoever waits for it and whoever has stopped to.
+- A command's deadline is its own, by the machine's monotonic clock from its start: no crash of the service puts it off.
+  Nobody but the service ends a command, so one whose deadline passes while there is none ends at the next start.
 
 States of a command: begun (``begun.json``), known to the engine (its ``engine_exec``), ended (``ended.json``).
 
@@ -27,7 +29,7 @@ from aiodocker.execs import Exec
 
 from opengyre.proto.sandbox import ExecResult
 from opengyre.proto.sandbox_jobs import JobStatus, LogPage
-from opengyre.sandbox import docker_config, docker_host, docker_spool
+from opengyre.sandbox import commands, docker_config, docker_host, docker_spool
 from opengyre.sandbox.core import (
     InfraError,
     InvalidRequest,
@@ -36,13 +38,14 @@ from opengyre.sandbox.core import (
     SandboxGone,
     Spec,
 )
-from opengyre.sandbox.docker_engine import NOT_FOUND, Engine, engine_errors
+from opengyre.sandbox.docker_engine import Engine, engine_errors
 from opengyre.sandbox.docker_spool import Begun, Ended, Place, Stream
 from opengyre.sandbox.launch.tree import now_ticks
 from opengyre.sandbox.records import load, save
 
 TICK_S = 0.25
 GRACE_S = 30.0
+AGAIN_S = 2.0
 LAST_S = 0.1
 SIGNALS = {"TERM": 15, "INT": 2}
 _FAULTS = (aiodocker.DockerError, aiohttp.ClientError, OSError)
@@ -156,7 +159,13 @@ class Commands:
         """Start an exec that has not been started, watch it to its end, and write down what it did."""
         known = made or self._engine.docker.containers.exec(begun.engine_exec or "")
         said = bytearray()
-        running = asyncio.ensure_future(self._run(known, said, fresh=made is not None))
+        fresh = made is not None
+        if not fresh and await self._never_started(known):
+            # Its time begins only now; else it would be started and ended at the same moment, in whatever order.
+            begun = msgspec.structs.replace(begun, began=time.monotonic(), since=now_ticks())
+            save(place.home / "execs" / exec_id / "begun.json", begun)
+            fresh = True
+        running = asyncio.ensure_future(self._run(known, said, fresh=fresh))
         try:
             killed_by, late = await self._bound(place, exec_id, begun, known, running)
         finally:
@@ -171,20 +180,19 @@ class Commands:
 
     async def _run(self, known: Exec, said: bytearray, *, fresh: bool) -> int | None:
         """The exec's status, at its end; None where the engine has forgotten it. ``said``: the engine's words."""
-        if not fresh:
-            try:
-                shown = await known.inspect()
-            except aiodocker.DockerError as error:
-                if error.status == NOT_FOUND:
-                    return None
-                raise
-            fresh = not shown["Running"] and shown["ExitCode"] is None and not shown["Pid"]
         if fresh:
             async with known.start() as stream:
                 # All that a command writes goes elsewhere; this ends with it.
                 while (message := await stream.read_out()) is not None:
                     said += message.data[: 4096 - len(said)]
         return await self._engine.exit_code(known, bound_s=30 * 86400)
+
+    async def _never_started(self, known: Exec) -> bool:
+        try:
+            shown = await known.inspect()
+        except _FAULTS:
+            return False  # whoever waits for its status hears of it
+        return not shown["Running"] and shown["ExitCode"] is None and not shown["Pid"]
 
     async def _bound(
         self, place: Place, exec_id: str, begun: Begun, known: Exec, running: "asyncio.Task[int | None]"
@@ -202,9 +210,19 @@ class Commands:
                 grew_at, written = time.monotonic(), now
             why = docker_spool.overdue(begun, time.monotonic(), now, grew_at)
             if why is not None:
-                await self._end(place, exec_id, begun, known)
-                done, _ = await asyncio.wait([running], timeout=GRACE_S)
-                return why, not done
+                return why, not await self._ended(place, exec_id, begun, known, running)
+
+    async def _ended(
+        self, place: Place, exec_id: str, begun: Begun, known: Exec, running: "asyncio.Task[int | None]"
+    ) -> bool:
+        """End a command, again and again where it does not end; False where that is in vain for `GRACE_S`."""
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            await self._end(place, exec_id, begun, known)
+            done, _ = await asyncio.wait([running], timeout=AGAIN_S)
+            if done:
+                return True
+        return False
 
     async def _end(self, place: Place, exec_id: str, begun: Begun, known: Exec) -> None:
         leader = await self._leader(known)
@@ -305,6 +323,9 @@ class Commands:
         """A page of a command's output. Blocking."""
         self._begun(place, exec_id)
         running = (place.sandbox, exec_id) in self._watches
+        ended = load(place.home / "execs" / exec_id / "ended.json", Ended)
+        if ended is not None and ended.result is not None and docker_spool.is_dropped(place.home, exec_id):
+            return commands.shortened(ended.result, stream, offset, limit)
         total = docker_spool.size(place.home, exec_id, stream)
         begin = max(0, total + offset) if offset < 0 else min(offset, total)
         data = docker_spool.read(place.home, exec_id, stream, begin, limit)

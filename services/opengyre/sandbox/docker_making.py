@@ -33,8 +33,6 @@ class Making(Files):
         self._images = sorted(tag for tag in tags if not tag.startswith(("gyre-snapshot-", "<none>")))
 
     async def create(self, spec: Spec, files: Mapping[str, str]) -> None:
-        if spec.network != "none":
-            raise unsupported("network_allowlist", "network", "docker")
         if spec.disk_mb is not None and not self._storage:
             raise unsupported("disk_limit", "disk_mb", "docker")
         if spec.image is not None and spec.image.startswith("/"):
@@ -43,7 +41,8 @@ class Making(Files):
 
     async def _make(self, spec: Spec, files: Mapping[str, str], image: str | None, token: str | None = None) -> None:
         """``image``: what it is made from, else the node's own. ``token``: of the one whose place it takes."""
-        made = Made(boot=self._boot, token=token or secrets.token_hex(6))
+        limit = docker_config.spool_limit(spec)
+        made = Made(boot=self._boot, token=token or secrets.token_hex(6), spool_limit=limit)
         self._making[spec.sandbox] = made
         home = self._home(spec.sandbox, made)
         try:
@@ -61,6 +60,7 @@ class Making(Files):
         save(self.folder(spec.sandbox) / "docker.json", made)
         self._live[spec.sandbox] = made
         self._making.pop(spec.sandbox, None)
+        await self._egress.open(spec)
 
     async def _container(self, spec: Spec, made: Made, image: str) -> Made:
         control = str(self._home(spec.sandbox, made) / "spool")
@@ -109,6 +109,7 @@ class Making(Files):
 
     async def _unmake(self, sandbox: str, *, keep: bool) -> None:
         """Remove a container; its folder with it, unless that is to ``keep``."""
+        await self._egress.close(sandbox)
         made = self._live.pop(sandbox, None) or self._making.pop(sandbox, None)
         folder = self.folder(sandbox)
         made = made or load(folder / "docker.json", Made)

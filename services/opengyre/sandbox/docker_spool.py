@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ import msgspec
 from opengyre.proto.sandbox import ExecResult
 from opengyre.sandbox import docker_config, docker_host
 from opengyre.sandbox.core import Options
+from opengyre.sandbox.launch import spools
 from opengyre.sandbox.launch.output import join_text, split_sizes
 
 Stream = Literal["stdout", "stderr"]
@@ -71,7 +73,7 @@ def overdue(begun: Begun, now: float, written: tuple[int, int], grew_at: float) 
     return None
 
 
-def _open(home: Path, exec_id: str, name: str) -> int:
+def _open(home: Path, exec_id: str, name: str, access: int = os.O_RDONLY) -> int:
     """A descriptor of a command's file, which must be a regular one: in its folder a root of an image may do anything.
 
     `FileNotFoundError` where it is none.
@@ -79,7 +81,7 @@ def _open(home: Path, exec_id: str, name: str) -> int:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     folder = os.open(home / "spool" / exec_id, flags | os.O_DIRECTORY)
     try:
-        fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=folder)
+        fd = os.open(name, flags | access | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
         raise FileNotFoundError(name) from error
     finally:
@@ -117,6 +119,47 @@ def read(home: Path, exec_id: str, name: str, offset: int, limit: int) -> bytes:
 def sizes(home: Path, exec_id: str) -> tuple[int, int]:
     """Bytes of both streams by now."""
     return size(home, exec_id, "stdout"), size(home, exec_id, "stderr")
+
+
+def trim(home: Path, bound: int) -> None:
+    """Hold the outputs of all commands of a sandbox to the bound: those of the ones that ended first are dropped."""
+    running, kept = 0, []
+    for folder in (home / "execs").iterdir():
+        taken = sum(_taken(home, folder.name, stream) for stream in STREAMS)
+        try:
+            kept.append(((folder / "ended.json").stat().st_mtime, folder.name, taken))
+        except FileNotFoundError:
+            running += taken
+    for exec_id in spools.to_drop(kept, running, bound):
+        _dropped(home, exec_id).touch()
+        for stream in STREAMS:
+            with suppress(FileNotFoundError):
+                fd = _open(home, exec_id, stream, os.O_WRONLY)
+                try:
+                    os.ftruncate(fd, 0)
+                finally:
+                    os.close(fd)
+
+
+def _taken(home: Path, exec_id: str, stream: str) -> int:
+    """Bytes on the disk, whatever the length."""
+    try:
+        fd = _open(home, exec_id, stream)
+    except FileNotFoundError:
+        return 0
+    try:
+        return os.fstat(fd).st_blocks * 512
+    finally:
+        os.close(fd)
+
+
+def is_dropped(home: Path, exec_id: str) -> bool:
+    """Whether the full output is not kept any more."""
+    return _dropped(home, exec_id).exists()
+
+
+def _dropped(home: Path, exec_id: str) -> Path:
+    return home / "execs" / exec_id / "dropped"
 
 
 def prepare(home: Path, exec_id: str, command: bytes, options: Options) -> None:

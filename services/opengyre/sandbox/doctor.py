@@ -4,7 +4,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from opengyre.sandbox import machine
+from opengyre.sandbox import disks, machine
 from opengyre.sandbox.cgroups import Cgroups
 
 BOUND_S = 10.0
@@ -64,7 +64,8 @@ def _images() -> Finding:
     if not machine.prepare_mounts():
         message = "sandboxes show this machine's own folders only: id-mapped overlays cannot be made"
         return Finding(name, True, message, "run as root on Linux 5.19 or newer")
-    if not machine.has_loops():
-        message = "what is written to roots of images is held in memory: no file system in a file can be made"
+    why = disks.without_tools()
+    if why is not None:
+        message = f"what is written to roots of images is held in memory: {why}"
         return Finding(name, True, message, "allow loop devices and install e2fsprogs")
     return Finding(name, True, "roots of images can be made, and what is written to them is held on the disk")

@@ -90,7 +90,8 @@ class Environments:
 
     async def _make(self, key: str, spec: Spec, environment: TaskEnvironment, made: Origin) -> None:
         # A dot is in no caller's id; a service that starts again removes what has one.
-        builder = msgspec.structs.replace(spec, sandbox=f"{key}.{secrets.token_hex(4)}")
+        name = f"{key}.{secrets.token_hex(4)}"
+        builder = msgspec.structs.replace(spec, sandbox=name, network="none", allowed_hosts=())
         try:
             await self.backend.create(builder, {})
             await replay(environment, made.plan, self.inside(builder, "build"))
@@ -104,6 +105,8 @@ class Environments:
 
 def key_of(environment: TaskEnvironment, made: Origin) -> str:
     """Name of the snapshot, the same for the same base, Dockerfile, context and limits. A dot is in no caller's."""
-    found = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(environment, healthcheck=None)))
+    # What it is made into depends on none of these.
+    same = msgspec.structs.replace(environment, healthcheck=None, network="none", allowed_hosts=())
+    found = hashlib.sha256(msgspec.json.encode(same))
     found.update(made.image.encode())
     return f"env.{found.hexdigest()[:32]}"

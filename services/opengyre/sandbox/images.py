@@ -9,18 +9,23 @@ All methods block; call them in a thread.
 
 import os
 import shutil
-import tarfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 
+from opengyre.sandbox import image_archive
 from opengyre.sandbox.check import image_name
-from opengyre.sandbox.core import InvalidRequest, SandboxBusy
+from opengyre.sandbox.core import InvalidRequest, SandboxBusy, Stored
 from opengyre.sandbox.records import load, save
 
 BLOCK = 4096
+Told = Callable[[int], None]
+
+
+def _not_told(_: int) -> None:
+    """For who need not know how far it is."""
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +46,7 @@ class Images:
     def __init__(self, root: Path, limit: int, in_use: Callable[[], Collection[str]] = frozenset) -> None:
         """``in_use`` tells the names of those that have to stay."""
         self._root = root
-        self._limit = limit
+        self.limit = limit
         self._in_use = in_use
 
     def names(self) -> list[str]:
@@ -62,37 +67,55 @@ class Images:
         os.utime(folder / "image.json", ns=(now, now))
         return folder / "rootfs", image
 
-    def add_archive(self, name: str, archive: Path, about: Image) -> Image:
-        """An image from a tar archive of its root, as ``docker export`` writes it; devices and FIFOs are left out."""
+    def info(self) -> list[Stored]:
+        """All of them, by name."""
+        in_use = self._in_use()
+        return [one for name in self.names() if (one := self._stored(name, name in in_use)) is not None]
 
-        def fill(rootfs: Path) -> None:
-            try:
-                with tarfile.open(archive) as tar:
-                    members = (one for one in tar if one.isreg() or one.isdir() or one.issym() or one.islnk())
-                    tar.extractall(rootfs, members, numeric_owner=True, filter="tar")
-            except (tarfile.TarError, EOFError) as error:
-                raise InvalidRequest(f"the archive of image {name!r} cannot be read: {error}") from error
+    def _stored(self, name: str, in_use: bool) -> Stored | None:
+        record = self._root / name / "image.json"
+        image = load(record, Image)
+        try:
+            used_at = record.stat().st_mtime
+        except FileNotFoundError:  # removed meanwhile
+            return None
+        return Stored(name=name, size=image.size if image is not None else 0, used_at=used_at, in_use=in_use)
 
-        return self._add(name, fill, about)
+    def add_archive(self, name: str, archive: Path, about: Image, told: Told = _not_told) -> Image:
+        """An image from a tar archive of its root, as ``docker export`` writes it. ``told`` the bytes of each file."""
 
-    def add_layers(self, name: str, layers: list[Path], about: Image) -> Image:
+        def fill(rootfs: Path, step: Told) -> None:
+            image_archive.unpack(name, archive, rootfs, step)
+
+        return self._add(name, fill, about, told)
+
+    def add_layers(self, name: str, layers: list[Path], about: Image, told: Told = _not_told) -> Image:
         """An image from folders, each with only what differs from the one before; the first is whole."""
 
-        def fill(rootfs: Path) -> None:
+        def fill(rootfs: Path, step: Told) -> None:
             for layer in layers:
-                _apply(layer, rootfs)
+                _apply(layer, rootfs, step)
 
-        return self._add(name, fill, about)
+        return self._add(name, fill, about, told)
 
-    def _add(self, name: str, fill: Callable[[Path], None], about: Image) -> Image:
+    def _add(self, name: str, fill: Callable[[Path, Told], None], about: Image, told: Told) -> Image:
         folder, beside = self._root / image_name(name), self._root / f".{image_name(name)}.{os.getpid()}"
         shutil.rmtree(beside, ignore_errors=True)
+        total = 0
+
+        def step(size: int) -> None:
+            nonlocal total
+            total += size
+            self._fits(name, total)  # before it is written: an archive may hold far more than it is long
+            told(size)
+
         try:
             (beside / "rootfs").mkdir(parents=True)
-            fill(beside / "rootfs")
+            fill(beside / "rootfs", step)
+            if not about.binds:
+                image_archive.check_root(name, beside / "rootfs")
             image = msgspec.structs.replace(about, size=size_of(beside / "rootfs"))
-            if image.size > self._limit:
-                raise InvalidRequest(f"image {name!r} holds {image.size} bytes; allowed are {self._limit}")
+            self._fits(name, image.size)
             save(beside / "image.json", image)
             if folder.exists():
                 self.remove(name)
@@ -101,6 +124,12 @@ class Images:
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         return image
+
+    def _fits(self, name: str, size: int) -> None:
+        if size > self.limit:
+            raise InvalidRequest(
+                f"image {name!r} holds {size} bytes or more; allowed are {self.limit} (sandbox.image_cache_mb)"
+            )
 
     def _make_room(self, size: int) -> None:
         in_use = self._in_use()
@@ -111,26 +140,34 @@ class Images:
             found.append((record.stat().st_mtime_ns, name, image.size if image is not None else 0))
         total = size + sum(one[2] for one in found)
         for _, name, held in sorted(found):
-            if total <= self._limit:
+            if total <= self.limit:
                 return
             if name not in in_use:
                 self.remove(name)
                 total -= held
-        if total > self._limit:
-            raise SandboxBusy(f"the image cache is full of images in use; allowed are {self._limit} bytes")
+        if total > self.limit:
+            raise SandboxBusy(f"the image cache is full of images in use; allowed are {self.limit} bytes")
 
     def remove(self, name: str) -> bool:
         """Forget an image; False where there is none."""
-        if name in self._in_use():
-            raise SandboxBusy(f"image {name!r} is in use; destroy its sandboxes and snapshots first")
         folder = self._root / image_name(name)
         trash = self._root / f".{name}.{os.getpid()}.gone"
+        self._idle(name)
         try:
             folder.rename(trash)
         except FileNotFoundError:
             return False
+        try:
+            self._idle(name)  # who begins to use it says so first, and then looks whether it is there
+        except SandboxBusy:
+            trash.rename(folder)
+            raise
         shutil.rmtree(trash, ignore_errors=True)
         return True
+
+    def _idle(self, name: str) -> None:
+        if name in self._in_use():
+            raise SandboxBusy(f"image {name!r} is in use; destroy its sandboxes and snapshots first")
 
     def sweep(self) -> None:
         """Remove what a process that ended left half-made."""
@@ -152,7 +189,7 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _apply(layer: Path, rootfs: Path) -> None:
+def _apply(layer: Path, rootfs: Path, step: Told) -> None:
     """Put what a layer changes into a folder: overlay's whiteouts remove, opaque folders begin empty."""
     for top, names, files in os.walk(layer):
         below = rootfs / Path(top).relative_to(layer)
@@ -172,6 +209,7 @@ def _apply(layer: Path, rootfs: Path) -> None:
                 os.chown(target, found.st_uid, found.st_gid)
             elif source.is_file() or source.is_symlink():
                 _delete(target)
+                step(found.st_size if source.is_file() and not source.is_symlink() else 0)
                 shutil.copy2(source, target, follow_symlinks=False)
                 os.chown(target, found.st_uid, found.st_gid, follow_symlinks=False)
                 if not source.is_symlink():

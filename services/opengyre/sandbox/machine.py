@@ -85,8 +85,3 @@ def _kernel() -> tuple[int, ...]:
 
 TOOLS = f"{os.defpath}:/usr/sbin:/sbin"
 """Where programs of the machine are looked for: distributions keep those that make file systems in either."""
-
-
-def has_loops() -> bool:
-    """Whether files can be mounted, and file systems made in them."""
-    return os.access("/dev/loop-control", os.R_OK | os.W_OK) and shutil.which("mkfs.ext4", path=TOOLS) is not None

@@ -32,6 +32,7 @@ from opengyre.proto.sandbox import (
     VerifyResult,
 )
 from opengyre.sandbox import check
+from opengyre.sandbox.allowlist import PORT
 from opengyre.sandbox.apart import building_s
 from opengyre.sandbox.core import (
     PLAIN,
@@ -110,10 +111,19 @@ class Manager:
                 state=State.READY,
                 making=False,
             )
+            await self._connect(entry.spec)
         for snapshot in self._backend.snapshots():
             if snapshot.startswith("verify."):
                 await self._backend.drop(snapshot)
         return len(self._known)
+
+    async def _connect(self, spec: Spec) -> None:
+        """Open the way out of a sandbox again; `reap` tries what is not open then."""
+        try:
+            await self._backend.connect(spec)
+        except (OSError, SandboxError) as error:
+            # Only what runs in it can hold the port: that is its own loss.
+            log.warning("sandbox: %s has no way out for now: %s", spec.sandbox, error)
 
     async def stop(self) -> None:
         """Let go; sandboxes and running commands stay for the next start, half-made and doomed ones do not."""
@@ -236,7 +246,8 @@ class Manager:
     async def forward(self, request: ForwardRequest) -> ForwardResult:
         """Open a port of a sandbox that leads outside, or lead it elsewhere."""
         check.forwarding(request)
-        self._ready(request.sandbox)
+        if self._ready(request.sandbox).spec.network == "allowlist" and request.port == PORT:
+            raise InvalidRequest(f"port is {PORT}; allowed is another one, as the sandbox's proxy answers there")
         await self._forwards.point(request.sandbox, request.port, (request.host, request.target_port))
         if self._known.get(request.sandbox) is None:  # removed meanwhile
             await self._forwards.close(request.sandbox)
@@ -345,12 +356,16 @@ class Manager:
             expires_in_s=sandbox.lease.ends_at(sandbox.running > 0) - now,
             execs=execs,
             running=tuple(running),
+            network=self._backend.network(sandbox.spec.sandbox),
         )
 
     async def reap(self) -> None:
         """Remove what is due until cancelled."""
         while True:
             self._wake.clear()
+            for one in [one for one in self._known.values() if one.state is State.READY]:
+                if one.spec.network == "allowlist":
+                    await self._connect(one.spec)
             for name in await self._due():
                 try:
                     await self._end(name)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 
@@ -38,11 +38,13 @@ from opengyre.sandbox.held import Held
 from opengyre.sandbox.lease import Event, Lease
 from opengyre.sandbox.manager import LOOK_S, Manager
 from opengyre.sandbox.records import boot_id, load, save
+from opengyre.sandbox.shelf import Shelf
 from opengyre.shared.blobs import MESSAGE_LIMIT, BlobMissingError, Blobs
 
 log = logging.getLogger("gyre.sandbox")
 
 POLL_BOUND_S = 60.0
+TRIM_S = 2.0
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,15 @@ class Node(Manager):
     blobs: Blobs | None = None
     """Where large content goes and comes from; None refuses it."""
     _transfers = itertools.count()
+
+    @cached_property
+    def shelf(self) -> Shelf:
+        """Its images."""
+        return Shelf(self._backend, self._node, self._fetch)
+
+    async def stop(self) -> None:
+        await self.shelf.stop()
+        await super().stop()
 
     async def start(self) -> int:
         found = await super().start()
@@ -262,6 +273,15 @@ class Node(Manager):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(super().reap())
             tasks.create_task(self._reap_snapshots())
+            tasks.create_task(self._trim())
+
+    async def _trim(self) -> None:
+        while True:
+            try:
+                await self._backend.trim()
+            except OSError as error:
+                log.warning("sandbox: outputs of commands could not be held to their bound: %s", error)
+            await asyncio.sleep(TRIM_S)  # a file that grows tells nobody
 
     async def _reap_snapshots(self) -> None:
         while True:

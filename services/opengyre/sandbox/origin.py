@@ -10,7 +10,8 @@ import msgspec
 
 from opengyre.proto.sandbox import Capabilities
 from opengyre.proto.task import TaskEnvironment
-from opengyre.sandbox.core import InvalidRequest, Spec
+from opengyre.sandbox.check import hosts
+from opengyre.sandbox.core import InvalidRequest, Spec, unsupported
 from opengyre.tasks.dockerfile import Plan, read_dockerfile
 from opengyre.tasks.errors import TaskError
 
@@ -80,6 +81,11 @@ def _replayed(plan: Plan) -> str:
 def specified(spec: Spec, environment: TaskEnvironment, made: Origin, can: Capabilities) -> Spec:
     """The sandbox of an environment: what the task asks for, where this node can hold it."""
     root = "root" if can.users else None
+    if environment.network == "allowlist":
+        hosts(environment.allowed_hosts)
+        if not can.network_allowlist:
+            raise unsupported("network_allowlist", "environment.network 'allowlist'", can.backend)
+        spec = msgspec.structs.replace(spec, network="allowlist", allowed_hosts=environment.allowed_hosts)
     return msgspec.structs.replace(
         spec,
         image=made.image,

@@ -40,6 +40,8 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     """The image's own environment; likewise the next two."""
     workdir: str | None = None
     user: str | None = None
+    spool_limit: int = 0
+    """Most bytes of one stream of a command's output."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,23 +7,17 @@ Awaits: a request to the launcher, bounded there.
 """
 
 import asyncio
-import os
 import secrets
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opengyre.sandbox import machine
+from opengyre.sandbox import disks
 from opengyre.sandbox.base import Base, in_thread
-from opengyre.sandbox.core import InfraError, InvalidRequest, Spec, unsupported
-from opengyre.sandbox.images import size_of
+from opengyre.sandbox.core import ExecTimeout, InfraError, InvalidRequest, Spec, Stored, unsupported
+from opengyre.sandbox.images import Image, Told, size_of
 from opengyre.sandbox.records import Kept, Processes, load, save
-
-MEMORY_DISK_MB = 16
-"""Up to this size it is in memory, where that is quicker to make than a file system in a file."""
-MKFS_BOUND_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -50,25 +44,72 @@ class Roots(Base):
 
     def _root_of(self, spec: Spec) -> Root:
         image = spec.image or ""
-        if not self._mounts:
-            raise unsupported("images", f"image {image[:100]!r}", "bubblewrap")
+        self._can_hold(image)
         if image.startswith("/"):
             return Root(image=self._root_directory(image), user="0")
         found = self.image_cache.get(image)
         if found is None:
-            known = ", ".join(self.images()) or "none yet"
-            raise InvalidRequest(f"image is {image[:120]!r}; allowed are those in the cache of this node: {known}")
+            raise self._unknown(image)
         folder, about = found
         return Root(image=str(folder), env=about.env, workdir=about.workdir, user=about.user or "0")
 
     def _root_directory(self, image: str) -> str:
         if not self._image_roots:
             raise unsupported("root_directories", f"image {image[:100]!r}", "bubblewrap")
-        path = Path(image).resolve()
-        if not path.is_dir() or not any(path.is_relative_to(top) for top in self._image_roots):
-            tops = ", ".join(map(str, self._image_roots))
-            raise InvalidRequest(f"image is {image[:200]!r}; allowed is a folder below {tops}")
+        path = self._below("image", image)
+        if not path.is_dir():
+            raise InvalidRequest(f"image is {image[:200]!r}; allowed is a folder below {self._tops()}")
         return str(path)
+
+    def image_source(self, path: str) -> Path:
+        if not self._image_roots:
+            raise unsupported("root_directories", f"path {path[:100]!r}", "bubblewrap")
+        found = self._below("path", path)
+        if not found.exists():
+            raise InvalidRequest(f"path is {path[:200]!r}, which is not there; allowed is one below {self._tops()}")
+        return found
+
+    def _below(self, field: str, path: str) -> Path:
+        found = Path(path).resolve()
+        if not any(found.is_relative_to(top) for top in self._image_roots):
+            raise InvalidRequest(f"{field} is {path[:200]!r}; allowed is a folder below {self._tops()}")
+        return found
+
+    def _tops(self) -> str:
+        return ", ".join(map(str, self._image_roots))
+
+    async def image_list(self) -> tuple[list[Stored], int | None]:
+        return (await asyncio.to_thread(self.image_cache.info) if self._mounts else []), self.image_cache.limit
+
+    async def add_image(self, image: str, source: Path, told: Told) -> Stored:
+        self._can_hold(image)
+        return await in_thread(self._add_image, image, source, told)
+
+    def _add_image(self, image: str, source: Path, told: Told) -> Stored:
+        about = Image(size=0)
+        try:
+            if source.is_dir():
+                self.image_cache.add_layers(image, [source], about, told)
+            else:
+                self.image_cache.add_archive(image, source, about, told)
+        except OSError as error:
+            raise InfraError(f"image {image!r} could not be added: {error}") from error
+        return next(one for one in self.image_cache.info() if one.name == image)
+
+    async def remove_image(self, image: str) -> int:
+        self._can_hold(image)
+        held = {one.name: one.size for one in (await self.image_list())[0]}
+        if image not in held or not await in_thread(self.image_cache.remove, image):
+            raise self._unknown(image)
+        return held[image]
+
+    def _can_hold(self, image: str) -> None:
+        if not self._mounts:
+            raise unsupported("images", f"image {image[:100]!r}", "bubblewrap")
+
+    def _unknown(self, image: str) -> InvalidRequest:
+        known = ", ".join(self.images()) or "none yet"
+        return InvalidRequest(f"image is {image[:120]!r}; allowed are those in the cache of this node: {known}")
 
     def _layer(self, token: str) -> Path:
         return self._root / "layers" / token
@@ -79,29 +120,28 @@ class Roots(Base):
         return [record.base, *(str(self._layer(token)) for token in record.layers)]
 
     def _disk(self, home: Path, size_mb: int) -> str | None:
-        """A file with an empty file system of that size, copied from one that is made once for each size; None where it
-        is to be in memory.
-        """
-        if not self._loops or size_mb <= MEMORY_DISK_MB:
+        """The file that holds what is written to a root; None where it is to be in memory."""
+        if self._no_disks is not None or size_mb <= disks.MEMORY_MB:
             return None
-        template = self._root / "layers" / f".disk-{size_mb}"
-        if not template.exists():
-            beside = self._root / "layers" / f".disk-{size_mb}.{secrets.token_hex(4)}"
-            with beside.open("wb") as file:
-                file.truncate(size_mb << 20)
-            # Without a journal: it lives no longer than its sandbox. 7 % for its own tables would be taken from it.
-            command = ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", "root_owner=0:0", str(beside)]
-            try:
-                subprocess.run(
-                    command, check=True, capture_output=True, timeout=MKFS_BOUND_S, env={"PATH": machine.TOOLS}
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                beside.unlink(missing_ok=True)
-                raise InfraError(f"a disk of {size_mb} MiB could not be made: {error}") from error
-            beside.replace(template)
-        target = home / "disk"
-        _copy_sparse(template, target)
-        return str(target)
+        return str(disks.copy_of_template(self._root / "disks", size_mb, home / "disk"))
+
+    async def _try_disk(self) -> str | None:
+        """Why what is written to roots has to be in memory; None where a disk could be made and mounted."""
+        if not self._mounts:
+            return "roots of images cannot be made here"
+        folder = self._root / "disks"
+        why = disks.without_tools() or await asyncio.to_thread(disks.without_folder, folder)
+        if why is not None:
+            return why
+        tried = folder / "tried"
+        try:
+            await in_thread(disks.copy_of_template, folder, disks.TRIED_MB, tried)
+            await self._launcher.request("try_disk", disk=str(tried))
+        except (InfraError, ExecTimeout) as error:
+            return str(error)
+        finally:
+            tried.unlink(missing_ok=True)
+        return None
 
     async def snapshot(self, spec: Spec, snapshot: str) -> int:
         known = load(self.snapshot_folder(snapshot) / "kept.json", Kept)
@@ -179,7 +219,7 @@ class Roots(Base):
         for kept in self._all_kept():
             used |= {kept.token, *kept.layers}
         for layer in (self._root / "layers").iterdir():
-            if layer.name not in used and not layer.name.startswith("."):
+            if layer.name not in used:
                 _delete(layer)
 
 
@@ -192,22 +232,3 @@ def _delete(layer: Path) -> None:
         shutil.rmtree(layer, ignore_errors=True)
     else:
         layer.unlink(missing_ok=True)
-
-
-def _copy_sparse(source: Path, target: Path) -> None:
-    with source.open("rb") as old, target.open("wb") as new:
-        size = os.fstat(old.fileno()).st_size
-        new.truncate(size)
-        at = 0
-        while at < size:
-            try:
-                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
-            except OSError:  # no data from here on
-                return
-            end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
-            while at < end:
-                at += os.sendfile(new.fileno(), old.fileno(), at, end - at) if _seek(new.fileno(), at) else 0
-
-
-def _seek(fd: int, at: int) -> bool:
-    return os.lseek(fd, at, os.SEEK_SET) == at

@@ -10,6 +10,7 @@ and `GRACE_S`, or by what the caller waits.
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from opengyre.sandbox.core import (
     Spec,
     unsupported,
 )
+from opengyre.sandbox.launch import spools
 from opengyre.sandbox.launch.files import WORKSPACE
 from opengyre.sandbox.launcher import LauncherLostError
 from opengyre.sandbox.records import Answer, Claim, Processes, load
@@ -74,24 +76,15 @@ class Running(Base):
         record = self._record(sandbox)
         self._claim(sandbox, record, exec_id)
         running = self._answer(sandbox, record, exec_id) is None
-        spool = self._exec_folder(sandbox, record, exec_id) / stream
+        spool = self._home(sandbox, record) / spools.FOLDER / spools.name(exec_id, stream)
         page = await asyncio.to_thread(_page, spool, offset, limit)
-        if page is None:
-            answer = self._answer(sandbox, record, exec_id)
-            if answer is None:  # it has not begun to write
-                return LogPage(data=b"", offset=0, next_offset=0, total=0, running=running)
-            text: str = getattr(answer, stream)
-            data = text.encode("utf-8", "replace")
-            at = max(0, len(data) + offset) if offset < 0 else min(offset, len(data))
-            page = data[at : at + limit], at, len(data)
-            running = False
-            complete = not (answer.stdout_truncated or answer.stderr_truncated)
-        else:
-            complete = True
-        data, at, total = page
-        return LogPage(
-            data=data, offset=at, next_offset=at + len(data), total=total, running=running, complete=complete
-        )
+        if page is not None:
+            data, at, total = page
+            return LogPage(data=data, offset=at, next_offset=at + len(data), total=total, running=running)
+        answer = self._answer(sandbox, record, exec_id)
+        if answer is None:  # it has not begun to write
+            return LogPage(data=b"", offset=0, next_offset=0, total=0, running=running)
+        return commands.shortened(answer, stream, offset, limit)
 
     async def kill(self, sandbox: str, exec_id: str, signal: Literal["KILL", "TERM", "INT"] = "KILL") -> None:
         record = self._record(sandbox)
@@ -137,6 +130,7 @@ class Running(Base):
                 cwd=self._place(spec.sandbox, spec.workdir or record.workdir or WORKSPACE),
                 uid=self._uid(record),
                 memory_by_cgroup=self._groups.memory,
+                spool_mb=self._spool_mb,
                 options=options,
             )
             request |= {"folder": str(folder), "digest": digest, "timeout_s": timeout_s, "output_limit": limit}
@@ -199,10 +193,32 @@ class Running(Base):
             inside["uid"] = 0
         await self._launcher.request("quiet", marker=self.marker(sandbox), **inside)
 
+    async def trim(self) -> None:
+        """Hold what commands have written to its bound, also where what they left behind writes on."""
+        for sandbox, record in list(self._live.items()):
+            bound = commands.keep_limit(record.spool_limit, self._spool_mb)
+            await asyncio.to_thread(_trim, self._home(sandbox, record), bound)
+
     def execs(self, sandbox: str) -> tuple[int, list[str]]:
         """Number of recorded commands, and ids of those that run."""
         folders = list((self._home(sandbox, self._record(sandbox)) / "execs").iterdir())
         return len(folders), [folder.name for folder in folders if not (folder / "answer.json").exists()]
+
+
+def _trim(home: Path, bound: int) -> None:
+    """Hold the outputs of a sandbox's commands to the bound; nothing where it has none, or is being removed."""
+    with suppress(FileNotFoundError):
+        execs = os.open(home / "execs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            folder = os.open(home / spools.FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                found = spools.sizes(folder)
+                if found:
+                    spools.trim(folder, spools.ended(execs, list(found)), bound)
+            finally:
+                os.close(folder)
+        finally:
+            os.close(execs)
 
 
 def _page(path: Path, offset: int, limit: int) -> tuple[bytes, int, int] | None:

@@ -41,6 +41,7 @@ from opengyre.proto.sandbox import (
     VerifyResult,
     WriteRequest,
 )
+from opengyre.proto.sandbox_images import AddImageRequest, ImagesRequest, RemoveImageRequest
 from opengyre.proto.sandbox_jobs import KillRequest, LogsRequest, PollRequest, SpawnRequest
 from opengyre.proto.sandbox_trees import (
     DropRequest,
@@ -146,6 +147,7 @@ class SandboxService:
             binds=settings.bound(),
             image_roots=[Path(path) for path in settings.image_roots],
             image_cache_mb=settings.image_cache_mb,
+            spool_mb=settings.spool_mb,
         )
 
     async def _offline(self, root: Path) -> SandboxSettings:
@@ -210,6 +212,9 @@ class SandboxService:
             "fork": endpoint(ForkRequest, self.manager.fork),
             "restore": endpoint(RestoreRequest, self.manager.restore),
             "drop": endpoint(DropRequest, self.manager.drop),
+            "images": endpoint(ImagesRequest, self.manager.shelf.listing),
+            "add_image": endpoint(AddImageRequest, self.manager.shelf.add),
+            "remove_image": endpoint(RemoveImageRequest, self.manager.shelf.remove),
         }
 
     async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
@@ -268,7 +273,13 @@ def docker_backend(root: Path, settings: SandboxSettings) -> Backend:
         raise CannotIsolateError(
             "sandbox.backend is 'docker', whose client is missing: install opengyre[docker], or set 'bubblewrap'"
         ) from error
-    return Docker(root, socket=Path(settings.docker_socket), image=settings.docker_image, binds=settings.bound())
+    return Docker(
+        root,
+        socket=Path(settings.docker_socket),
+        image=settings.docker_image,
+        binds=settings.bound(),
+        spool_mb=settings.spool_mb,
+    )
 
 
 async def _cancelled(work: Awaitable[Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opengyre.learn.codec import unflatten
 from opengyre.learn.update import NonFiniteGradientError, apply_update
+from opengyre.policy.canary import canary_of
 from opengyre.policy.open import Policy, build, open_policy
 from opengyre.proto.run import Optimization
 from opengyre.proto.weights import Manifest
@@ -31,6 +32,8 @@ from opengyre.trainer.optimizer import (
     take_state,
 )
 from opengyre.trainer.store import CheckpointError
+from opengyre.weights.canary import CANARY_FILE
+from opengyre.weights.manifest import WeightsError, describe, read
 from opengyre.weights.write import write_version
 
 STATE: Final = "state"
@@ -40,7 +43,7 @@ FORMER: Final = "optimizer.pt"
 INDEX: Final = "model.safetensors.index.json"
 EXTRA: Final = (".json", ".jinja", ".txt", ".model")
 """Endings of the files of a model directory that go with every version: config, tokenizer."""
-OURS: Final = {"record.json", "manifest.json", INDEX}
+OURS: Final = {"record.json", "manifest.json", CANARY_FILE, INDEX}
 
 
 @dataclass(slots=True)
@@ -165,11 +168,29 @@ class Learner:
 
 
 def write_policy(policy: Policy, extra: Mapping[str, bytes], directory: Path, run: str, version: int) -> Manifest:
-    """Write the version, or what of it is damaged. Equal policies make equal files."""
+    """Write the version, or what of it is damaged, with the canary that who serves it is compared with. Equal policies
+    make equal files."""
     parent = version - 1 if version else None
+    canary = _canary(policy, directory)
+    if canary is not None:
+        extra = {**extra, CANARY_FILE: canary}
     return write_version(
         policy.tensors(), directory, run=run, version=version, parent=parent, step=version, extra=extra
     )
+
+
+def _canary(policy: Policy, directory: Path) -> bytes | None:
+    """That of the version in `directory`, where there is one: a version without stays without."""
+    try:
+        described = {file.name: file for file in read(directory).files}
+    except WeightsError:  # it is not written yet, or its manifest is damaged
+        return canary_of(policy)
+    if CANARY_FILE not in described:
+        return None
+    path = directory / CANARY_FILE
+    if path.is_file() and describe(path) == described[CANARY_FILE]:
+        return path.read_bytes()
+    return canary_of(policy)
 
 
 def read_policy(directory: Path) -> Policy:

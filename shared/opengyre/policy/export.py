@@ -11,12 +11,13 @@ from typing import Any, Final
 from opengyre.policy.describe import describe
 from opengyre.policy.directory import read_config, weight_files
 from opengyre.tiny.config import ModelDirectoryError
+from opengyre.weights.canary import CANARY_FILE
 from opengyre.weights.manifest import MANIFEST_FILE, WeightsError, damaged, read, verify
 from opengyre.weights.place import SUMS_FILE, beside, place
 
 GENERATION_FILE: Final = "generation_config.json"
 IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-LEFT_OUT: Final = {MANIFEST_FILE, SUMS_FILE, "record.json"}
+LEFT_OUT: Final = {MANIFEST_FILE, CANARY_FILE, SUMS_FILE, "record.json"}
 """What is of the run, not of the model."""
 SIDE: Final = (".json", ".jinja", ".txt", ".model")
 """Endings of the files beside the weights that are copied."""

@@ -29,6 +29,7 @@ from opengyre.shared import logs, metrics, tracing
 from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bucket, Bus, BusError
 from opengyre.shared.http import PortTakenError, app_of, listen, probe_routes, serving_http
+from opengyre.shared.masked import masked
 from opengyre.shared.settings import Settings, SettingsError, load
 from opengyre.shared.waits import Waits
 
@@ -98,7 +99,7 @@ def main(service: str, factory: str) -> None:
     except PortTakenError as error:
         sys.exit(f"{service}: {error}")
     except TimeoutError:
-        sys.exit(f"{service}: NATS at {settings.bus.url} does not answer; set bus.url (GYRE_BUS__URL)")
+        sys.exit(f"{service}: NATS at {masked(settings.bus.url)} does not answer; set bus.url (GYRE_BUS__URL)")
     except BusError as error:
         sys.exit(f"{service}: {error}")
     sys.exit(code)

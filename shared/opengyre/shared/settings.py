@@ -115,6 +115,11 @@ class SandboxSettings(Section):
     workspace_mb: int = Field(default=16, ge=1)
     memory_mb: int = Field(default=256, ge=16)
     pids: int = Field(default=64, ge=4)
+    spool_mb: int = Field(
+        default=64,
+        ge=1,
+        description="MiB kept of the full outputs of a sandbox's commands together; at least what one may write",
+    )
     max_sandboxes: int = Field(default=512, ge=1)
     allow_unisolated: bool = Field(default=False, description="go on where no isolation can be had")
     binds: tuple[Annotated[str, Field(pattern=r"^/[^=]+=/[^=]*$")], ...] = Field(
@@ -169,7 +174,8 @@ class HostSettings(Section):
     heartbeat_s: float = Field(default=1.0, gt=0, le=60)
     lost_after_s: int = Field(default=5, ge=2, description="time to live of its heartbeat")
     vllm_python: str | None = Field(
-        default=None, description="vllm: the python that has it; default: that of .venv-vllm, which `make vllm` makes"
+        default=None,
+        description="vllm: the python that has it; default: that of .venv-vllm, which `make vllm` makes, or the host's",
     )
     vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="vllm: in what weights are served; auto: as they are"
@@ -180,6 +186,15 @@ class HostSettings(Section):
         default=0.9, gt=0, le=1, description="vllm on a GPU: its share of the memory, weights included"
     )
     vllm_tensor_parallel: int = Field(default=1, ge=1, le=1024, description="vllm: GPUs that share one replica")
+    vllm_transfer: Literal["files", "nccl", "ipc"] = Field(
+        default="files", description="vllm: how weights reach it; nccl and ipc are not there yet"
+    )
+    vllm_canary_nats: float | None = Field(
+        default=None,
+        gt=0,
+        description="vllm: how far log-probs of a version's canary may be from the trainer's, on average; "
+        "default: 0.001 in float32, 0.1 in float16, 0.25 in bfloat16",
+    )
     vllm_start_s: float = Field(default=300, gt=0, le=3600, description="vllm: how long a start may take")
     vllm_arguments: tuple[str, ...] = Field(default=(), description="vllm: further arguments of its server")
     tokens_per_s: float = Field(

@@ -68,7 +68,7 @@ Carried = Annotated[str, AfterValidator(_absolute), AfterValidator(_carried)]
 
 def _host(value: str) -> str:
     try:
-        ipaddress.ip_network(value, strict=False)
+        ipaddress.ip_network(value, strict=True)
     except ValueError:
         if not _HOST.fullmatch(value):
             raise ValueError("allowed are a host name, *.name, an address or a network such as 10.0.0.0/8") from None
@@ -90,12 +90,14 @@ class _Open(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
 
 
-class _Networked(_Open):
+class Networked(_Open):
+    """What may be reached, in the tables that say it."""
+
     network_mode: NetworkMode | None = None
     allowed_hosts: tuple[Host, ...] | None = None
 
     @model_validator(mode="after")
-    def _hosts(self) -> "_Networked":
+    def _hosts(self) -> "Networked":
         if self.allowed_hosts is not None and self.network_mode != "allowlist":
             raise ValueError("allowed_hosts is set; allowed is that with network_mode = 'allowlist' only")
         return self
@@ -123,7 +125,7 @@ class Package(_Open):
         return name
 
 
-class Agent(_Networked):
+class Agent(Networked):
     """``[agent]``"""
 
     timeout_sec: Positive | None = None
@@ -162,7 +164,7 @@ class McpServer(_Open):
         return self
 
 
-class Environment(_Networked):
+class Environment(Networked):
     """``[environment]``, and ``[verifier.environment]``"""
 
     build_timeout_sec: Positive = 600.0
@@ -215,7 +217,7 @@ class Collect(_Open):
     user: User | None = None
 
 
-class Verifier(_Networked):
+class Verifier(Networked):
     """``[verifier]``"""
 
     timeout_sec: Positive = 600.0

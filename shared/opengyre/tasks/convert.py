@@ -9,7 +9,7 @@ from opengyre.proto import task as wire
 from opengyre.proto.task import Collect, TaskEnvironment, TaskSpec, TaskTests
 from opengyre.proto.task_rules import MAX_TEXT, InvalidTaskError, validate_task
 from opengyre.tasks.archives import pack, squeeze
-from opengyre.tasks.config import Artifact, Environment, Healthcheck, resolve
+from opengyre.tasks.config import Artifact, Environment, Healthcheck, Networked, resolve
 from opengyre.tasks.directory import TaskDirectory, TaskStep, ignored
 from opengyre.tasks.errors import TaskError
 
@@ -23,8 +23,18 @@ def environment_of(task: TaskDirectory, outside: Mapping[str, str]) -> TaskEnvir
     if task.dockerfile is not None:
         context = squeeze(pack(task.entries_of_context(), ignored=ignored(task.context)))
     return _environment(
-        task, "environment", task.config.environment, task.dockerfile, context, user=user, outside=outside
-    )
+        task, "environment", task.config.environment, task.dockerfile, context, user=user, outside=outside,
+        network=_network(task),
+    )  # fmt: skip
+
+
+def _network(task: TaskDirectory) -> Networked:
+    """What the agent may reach: as its own table says, else as the environment's; one for all steps."""
+    said = [step.agent if step.agent.network_mode is not None else task.config.environment for step in task.steps]
+    modes = {(one.network_mode, one.allowed_hosts) for one in said}
+    if len(modes) > 1:
+        raise TaskError(f"{task.path}: steps have different agent.network_mode; allowed is one for all of them")
+    return said[0]
 
 
 def _environment(
@@ -36,7 +46,9 @@ def _environment(
     *,
     user: str | None,
     outside: Mapping[str, str],
+    network: Networked | None = None,
 ) -> TaskEnvironment:
+    network = network or said
     return TaskEnvironment(
         image=said.docker_image if dockerfile is None else None,
         dockerfile=dockerfile,
@@ -49,6 +61,8 @@ def _environment(
         memory_mb=said.memory_mb,
         storage_mb=said.storage_mb,
         healthcheck=healthcheck_of(said.healthcheck),
+        network="allowlist" if network.network_mode == "allowlist" else "none",
+        allowed_hosts=network.allowed_hosts or (),
     )
 
 
@@ -134,6 +148,12 @@ def unused(task: TaskDirectory) -> list[str]:
     config = task.config
     names = ("gpus", "gpu_types", "tpu", "mcp_servers", "skills_dir")
     found = [f"environment.{name}" for name in names if getattr(config.environment, name)]
+    if config.environment.network_mode == "public":
+        found.append("environment.network_mode = 'public' (it has no network; 'allowlist' reaches named hosts)")
+    for step in task.steps:
+        if step.own is None and step.verifier.network_mode is not None:
+            found.append("verifier.network_mode (its tests reach what the agent does)")
+            break
     said = [*config.artifacts, *(artifact for step in config.steps for artifact in step.artifacts)]
     carried = {artifact.source for step in task.steps for artifact in step.artifacts}
     if any(artifact.source not in carried for artifact in said):

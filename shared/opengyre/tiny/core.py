@@ -135,7 +135,8 @@ class Core:
             raise EngineBusyError(f"{len(self._waiting)} requests wait; max_waiting is {self.settings.max_waiting}")
         live = _Live(request, deliver, list(request.token_ids))
         self._lives[request.request_id] = live
-        self._waiting.append(live)
+        # They wait in order of priority, so those that go before it are the first ones.
+        self._waiting.insert(sum(other.request.priority <= request.priority for other in self._waiting), live)
 
     def abort(self, request_ids: Iterable[str] | None) -> int:
         """End these requests, or all, with what they have; unknown ids are passed over. Returns how many ended."""

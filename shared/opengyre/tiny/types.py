@@ -51,6 +51,8 @@ class GenerateRequest:
     """The token at an absolute position is a function of seed, position and logits."""
     ignore_eos: bool = False
     """Go on after a stop token."""
+    priority: int = 0
+    """Of the calls that wait the least comes first, and of equals the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +123,5 @@ class EngineStats:
     """Held for keys and values now; 0 asleep."""
     weight_bytes: int
     """Held for weights now; 0 asleep."""
+    kv_usage: float = 0.0
+    """Share of the memory for keys and values that is in use, where the engine says so."""

@@ -5,15 +5,15 @@ a command runs once. It is a session of its own and needs nobody: it holds the d
 ``answer.json`` by rename. Whoever wants the answer waits for the monitor's end and reads that file; where it is
 missing, the monitor was killed and the outcome is unknown.
 
-Output goes to files, not pipes: a background child that keeps them open holds nobody, and the size limit of a file
-is the hard bound on a flood. Where the answer does not hold all of it the files are kept, as long as all that are kept
-of a sandbox are at most ``keep_limit`` bytes; the oldest go first.
+Output goes to files (see `spools`), not pipes: a background child that keeps them open holds nobody, and the size limit
+of a file is the hard bound on a flood. Where the answer does not hold all of it the files are kept, as long as all that
+are kept of a sandbox are at most ``keep_limit`` bytes; the oldest go first. A command whose output alone brings those
+that run above that is ended as for a flood: the one with the most.
 
 A monitor takes three signals from the service: SIGTERM (kill the tree; the answer says ``kill``), SIGUSR1 and SIGINT
 (pass SIGTERM or SIGINT on to the leader's process group). They are taken from before the claim on.
 
-Files of an exec's folder: ``claim`` (monitor's pid and start time, digest of the command), ``stdout`` and ``stderr``,
-``answer.json``.
+Files of an exec's folder: ``claim`` (monitor's pid and start time, digest of the command), ``answer.json``.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ import select
 import signal
 import time
 
-from opengyre.sandbox.launch import kernel
+from opengyre.sandbox.launch import kernel, spools
 from opengyre.sandbox.launch.leader import Leader
 from opengyre.sandbox.launch.output import join_text, split_sizes
 from opengyre.sandbox.launch.tree import kill_tree, now_ticks
 
 TICK_S = 0.5
-STREAMS = ("stdout", "stderr")
+LOOK = 1 << 20
+"""Bytes of output from which on a command looks at what all take: the one with the most has to."""
 _PASSED_ON = {signal.SIGUSR1: signal.SIGTERM, signal.SIGINT: signal.SIGINT}
 
 
@@ -44,7 +45,8 @@ class Start:
         self.no_output_s: float | None = request.get("no_output_s")
         self.output_limit: int = request["output_limit"]
         self.spool_limit: int = request["spool_limit"]
-        self.keep_limit: int = request.get("keep_limit", 0)
+        self.keep_limit: int = request["keep_limit"]
+        self.command = os.path.basename(request["folder"])
         self.pid: int = request["pid"]
         self.started: int = request["started"]
         self.marker: str = request["marker"]
@@ -100,14 +102,17 @@ def monitor(where: int, start: Start, signals: int) -> None:
     """Run the command to its end and leave ``answer.json`` in the folder ``where``. Never raises."""
     began = time.monotonic()
     answer: dict = {"exit_code": None, "killed_by": None, "infra_error": None, "refused": None, "gone": False}
-    spools: list[int] = []
+    files: list[int] = []
     oom_files: list[int] = []
+    room: _Room | None = None
     try:
+        room = _Room(where, start)
         oom_files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in start.oom_files]
         before = _oom_kills(oom_files)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        spools.extend(os.open(name, flags, 0o600, dir_fd=where) for name in STREAMS)
-        _run(start, spools, began, answer, signals)
+        names = [spools.name(start.command, stream) for stream in spools.STREAMS]
+        files.extend(os.open(name, flags, 0o600, dir_fd=room.spools) for name in names)
+        _run(start, files, began, answer, signals, room)
         answer["oom"] = _oom_kills(oom_files) > before
     except (ProcessLookupError, FileNotFoundError):
         answer["gone"] = True
@@ -115,20 +120,50 @@ def monitor(where: int, start: Start, signals: int) -> None:
         answer["infra_error"] = f"the command could not be started: {error}"
     answer["duration_s"] = time.monotonic() - began
     whole = True
-    for name, fd in zip(STREAMS, spools, strict=False):
+    for name, fd in zip(spools.STREAMS, files, strict=False):
         text, total, truncated, all_of_it = _collect(fd, start)
         answer[name], answer[f"{name}_bytes"], answer[f"{name}_truncated"] = text, total, truncated
         whole = whole and all_of_it
+    for fd in files:
+        os.close(fd)
     try:
-        if not whole:
-            _make_room(where, start.keep_limit - sum(os.fstat(fd).st_size for fd in spools))
         _write(where, "answer.tmp", json.dumps(answer).encode("utf-8", "replace"))
         os.rename("answer.tmp", "answer.json", src_dir_fd=where, dst_dir_fd=where)
-        if whole or sum(os.fstat(fd).st_size for fd in spools) > start.keep_limit:
-            for name in STREAMS:
-                os.unlink(name, dir_fd=where)
-    except FileNotFoundError:
+        if room is not None:
+            room.leave(whole)
+    except OSError:
         return  # destroyed meanwhile: there is nobody to answer
+
+
+class _Room:
+    """What the outputs of this sandbox's commands may take together. By descriptors, opened before the namespaces are
+    entered.
+    """
+
+    def __init__(self, where: int, start: Start) -> None:
+        self.spools = spools.open_folder(where)
+        self._execs = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=where)
+        self._command = start.command
+        self._bound = start.keep_limit
+
+    def exceeded(self) -> bool:
+        """Whether this command has to end, once what can be dropped is: it runs, and has written the most."""
+        found = spools.sizes(self.spools)
+        if sum(found.values()) <= self._bound or self._trim() <= self._bound:
+            return False
+        found = spools.sizes(self.spools)
+        return found.get(self._command, 0) >= max(found.values(), default=0)
+
+    def leave(self, whole: bool) -> None:
+        """This command has ended. ``whole``: its answer holds all of its output."""
+        if whole:
+            spools.give_up(self.spools, self._command, alone=True)
+        if len(os.listdir(self.spools)) > 0:
+            self._trim()
+
+    def _trim(self) -> int:
+        ended = spools.ended(self._execs, list(spools.sizes(self.spools)))
+        return spools.trim(self.spools, ended, self._bound, alone=True)
 
 
 def _oom_kills(files: list[int]) -> int:
@@ -150,28 +185,7 @@ def _collect(fd: int, start: Start) -> tuple[str, int, bool, bool]:
     return text, total, truncated, total == head and text.encode("utf-8", "replace") == first
 
 
-def _make_room(where: int, room: int) -> None:
-    """Remove kept outputs of ended commands of this sandbox, the oldest first, until they are at most ``room``."""
-    # By descriptors: this process is in the sandbox's mount namespace by now.
-    parent = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=where)
-    kept = []
-    for name in os.listdir(parent):
-        with contextlib.suppress(FileNotFoundError):
-            ended = os.stat(f"{name}/answer.json", dir_fd=parent).st_mtime
-            sizes = [os.stat(f"{name}/{stream}", dir_fd=parent).st_size for stream in STREAMS]
-            kept.append((ended, name, sum(sizes)))
-    total = sum(size for _, _, size in kept)
-    for _, name, size in sorted(kept):
-        if total <= max(0, room):
-            break
-        for stream in STREAMS:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{name}/{stream}", dir_fd=parent)
-        total -= size
-    os.close(parent)
-
-
-def _run(start: Start, spools: list[int], began: float, answer: dict, signals: int) -> None:
+def _run(start: Start, files: list[int], began: float, answer: dict, signals: int, room: _Room) -> None:
     joins = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in start.cgroups]
     if start.isolated:
         kernel.enter(start.pid, start.started)
@@ -179,7 +193,7 @@ def _run(start: Start, spools: list[int], began: float, answer: dict, signals: i
     failed, report = os.pipe()
     leader = os.fork()
     if leader == 0:
-        start.leader.become(spools, joins, report)
+        start.leader.become(files, joins, report)
     os.close(report)
     with open(failed, "rb") as pipe:
         reason = pipe.read()  # ends when the leader has become the shell
@@ -191,22 +205,22 @@ def _run(start: Start, spools: list[int], began: float, answer: dict, signals: i
         else:
             answer["infra_error"] = f"the command could not be started: {text}"
         return
-    killed_by = _watch(start, spools, began, leader, signals)
+    killed_by = _watch(start, files, began, leader, signals, room)
     if killed_by is not None:
         kill_tree(leader, start.marker, since)
     code = kernel.wait_status(leader)
-    if killed_by is None and _flooded(start, spools):
+    if killed_by is None and _flooded(start, files):
         killed_by = "output"
         kill_tree(0, start.marker, since)
     answer["killed_by"] = killed_by
     answer["exit_code"] = code if killed_by is None else None
 
 
-def _flooded(start: Start, spools: list[int]) -> bool:
-    return any(os.fstat(fd).st_size >= start.spool_limit for fd in spools)
+def _flooded(start: Start, files: list[int]) -> bool:
+    return any(os.fstat(fd).st_size >= start.spool_limit for fd in files)
 
 
-def _watch(start: Start, spools: list[int], began: float, leader: int, signals: int) -> str | None:
+def _watch(start: Start, files: list[int], began: float, leader: int, signals: int, room: _Room) -> str | None:
     """Wait for the leader; the reason why it has to be killed, or None where it ended by itself."""
     pidfd = os.pidfd_open(leader)
     poller = select.poll()
@@ -224,10 +238,12 @@ def _watch(start: Start, spools: list[int], began: float, leader: int, signals: 
             return None
         if signals in ready and _told(signals, leader):
             return "kill"
-        if _flooded(start, spools):
+        if _flooded(start, files):
+            return "output"
+        if sum(os.fstat(fd).st_size for fd in files) > LOOK and room.exceeded():
             return "output"
         if start.no_output_s is not None:
-            size, now = sum(os.fstat(fd).st_size for fd in spools), time.monotonic()
+            size, now = sum(os.fstat(fd).st_size for fd in files), time.monotonic()
             if size != written:
                 written, at = size, now
             if now - at >= start.no_output_s:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from opengyre.sandbox.launch import archives, copying, create, execs, files, kernel, snapshots, tree
+from opengyre.sandbox.launch import archives, copying, create, execs, files, kernel, mounts, snapshots, tree
 
 PACKET = 1 << 18
 
@@ -105,6 +105,13 @@ def _snapshot(request: dict, answer) -> None:
     answer({"ok": {}})
 
 
+def _try_disk(request: dict, answer) -> None:
+    """Mount a disk where nobody sees it; it goes with this process."""
+    mounts.own_mounts()
+    mounts.mount_disk(request["disk"])
+    answer({"ok": {}})
+
+
 def _quiet(request: dict, answer) -> None:
     """End all that runs in the sandbox but its first process."""
     if request["pid"]:
@@ -135,7 +142,7 @@ def _listen(request: dict, answer) -> None:
 
 HANDLERS = {
     "exec": _exec, "create": _create, "write": _write, "read": _read, "copy": _copy, "quiet": _quiet, "listen": _listen,
-    "kill": _kill, "put": _put, "get": _get, "snapshot": _snapshot,
+    "kill": _kill, "put": _put, "get": _get, "snapshot": _snapshot, "try_disk": _try_disk,
 }  # fmt: skip
 
 

@@ -82,9 +82,7 @@ def assemble(child: int, base: int, layers: list[str], disk_mb: int, disk: str |
     if disk is None:
         mount("tmpfs", STORE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_mb}m,mode=0700,nr_inodes={disk_mb * 256}")
     else:
-        device = loop_device(disk)
-        mount(device, STORE, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOATIME, "")
-        os.chmod(STORE, 0o700)
+        mount_disk(disk)
     for name in ("upper", "work"):
         os.mkdir(f"{STORE}/{name}", 0o755)
     mapped(STORE, MAPPED, userns, read_only=False)
@@ -101,6 +99,12 @@ def assemble(child: int, base: int, layers: list[str], disk_mb: int, disk: str |
     os.chdir("/")
     for fd in (userns, mounts):
         os.close(fd)
+
+
+def mount_disk(disk: str) -> None:
+    """Mount the file system in the file ``disk`` where what is written goes; it ends with this mount namespace."""
+    mount(loop_device(disk), STORE, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOATIME, "")
+    os.chmod(STORE, 0o700)
 
 
 def loop_device(file: str) -> str:

@@ -21,7 +21,7 @@ import nats.errors
 from nats.js import errors as js_errors
 from nats.js.kv import KeyValue
 
-from opengyre.shared.bus.connection import WRONG_LAST_SEQUENCE, Bus
+from opengyre.shared.bus.connection import ATTEMPTS, WRONG_LAST_SEQUENCE, Bus
 from opengyre.shared.bus.errors import BusUnavailableError, ConflictError, NotBootstrappedError
 from opengyre.shared.bus.promptly import promptly
 from opengyre.shared.bus.stored import Stored
@@ -88,11 +88,11 @@ class Bucket(Generic[T]):
             headers["Nats-TTL"] = str(max(1, int(ttl_s)))
         if op is not None:
             headers["KV-Operation"] = op
-        for attempt in range(8):
+        for attempt in range(ATTEMPTS):
             try:
                 return (await promptly(self._bus.js.publish(self.subject(key), payload, headers=dict(headers)))).seq
             except js_errors.NoStreamResponseError as error:
-                if self._bus.connected and attempt >= 2:
+                if self._bus.connected and attempt == ATTEMPTS - 1:  # before that it may have lost its leader
                     raise NotBootstrappedError(f"bucket {self.name} is missing: run the bootstrap") from error
                 failure: Exception = error
             except js_errors.APIError as error:

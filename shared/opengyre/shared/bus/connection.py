@@ -32,11 +32,14 @@ from opengyre.shared import tracing
 from opengyre.shared.bus.errors import BusUnavailableError, FencedError, QueueFullError, TooLargeError
 from opengyre.shared.bus.promptly import promptly
 from opengyre.shared.bus.stored import Stored
+from opengyre.shared.masked import masked
 
 log = logging.getLogger("gyre.bus")
 
 Answer = TypeVar("Answer")
 
+ATTEMPTS = 12
+"""About ten seconds where the answer is at once that nobody is there: a cluster needs up to six to replace a leader."""
 WRONG_LAST_SEQUENCE = {10071, 10164}
 QUEUE_FULL = {10077}
 _TRANSIENT = (
@@ -49,10 +52,12 @@ _TRANSIENT = (
 
 
 class Bus:
-    """A connection that services share. Use as `async with Bus(url, name) as bus`."""
+    """A connection that services share. Use as `async with Bus(url, name) as bus`; `url` may be several, by commas."""
 
     def __init__(self, url: str, name: str, *, connect_timeout_s: float = 30.0, **options: Any) -> None:
-        self.url = url
+        self.url = masked(url)
+        """As it may be shown, in a message or a log."""
+        self._servers = [one.strip() for one in url.split(",")]
         self.name = name
         self.lost = asyncio.Event()
         self.generation = 0
@@ -79,7 +84,7 @@ class Bus:
             while True:
                 try:
                     self.client = await nats.connect(
-                        self.url,
+                        self._servers,
                         name=self.name,
                         connect_timeout=5,
                         allow_reconnect=True,
@@ -128,7 +133,7 @@ class Bus:
             return False
         return True
 
-    async def publish(self, subject: str, event: Event, *, attempts: int = 8) -> int:
+    async def publish(self, subject: str, event: Event, *, attempts: int = ATTEMPTS) -> int:
         """Store `event` once; return its sequence in the stream.
 
         Raises `TooLargeError`, `QueueFullError` when a bounded stream is full, `BusUnavailableError` when the broker
@@ -136,7 +141,7 @@ class Bus:
         """
         return await self.publish_raw(subject, codec.encode(event), event.event_id(), tag_of(event), attempts=attempts)
 
-    async def append(self, subject: str, event: Event, *, scope: str, last: int, attempts: int = 8) -> int:
+    async def append(self, subject: str, event: Event, *, scope: str, last: int, attempts: int = ATTEMPTS) -> int:
         """Store `event` only if `last` is the sequence of the last message under `scope` (0: there is none).
 
         This is the lock of an execution's log: raises `FencedError` when another writer appended first.
@@ -156,7 +161,7 @@ class Bus:
         kind: str,
         headers: dict[str, str] | None = None,
         scope: str | None = None,
-        attempts: int = 8,
+        attempts: int = ATTEMPTS,
     ) -> int:
         """`publish` and `append` for a payload that is encoded already."""
         head = {"Nats-Msg-Id": message_id, "Gyre-Type": kind, "Content-Type": "application/json", **(headers or {})}
@@ -204,16 +209,19 @@ class Bus:
     async def last(self, subject: str, stream: str | None = None) -> Stored | None:
         """The last message under `subject` (wildcards allowed), read from the leader: never stale."""
         try:
-            name = stream or await self._ask(lambda: self.js.find_stream_name_by_subject(subject))
-            return stored_of(await self._ask(lambda: self.js.get_last_msg(name, subject)))
+            name = stream or await self.ask(lambda: self.js.find_stream_name_by_subject(subject))
+            return stored_of(await self.ask(lambda: self.js.get_last_msg(name, subject)))
         except js_errors.NotFoundError:
             return None
 
     async def stream_info(self, stream: str, subjects_filter: str | None = None) -> StreamInfo:
-        return await self._ask(lambda: self.js.stream_info(stream, subjects_filter))
+        return await self.ask(lambda: self.js.stream_info(stream, subjects_filter))
 
-    async def _ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], attempts: int = 8) -> Answer:
-        """Repeat a question, which changes nothing, until the broker answers; raises `BusUnavailableError`."""
+    async def ask(self, question: Callable[[], Coroutine[Any, Any, Answer]], attempts: int = ATTEMPTS) -> Answer:
+        """Repeat a question that may be repeated until the broker answers; raises `BusUnavailableError`.
+
+        In a cluster that has just found its leader, requests are lost for a moment.
+        """
         for attempt in range(attempts - 1):
             with contextlib.suppress(*_TRANSIENT):
                 return await promptly(question())

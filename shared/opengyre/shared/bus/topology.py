@@ -21,7 +21,6 @@ from nats.js.api import (
 from opengyre.proto import subjects
 from opengyre.shared.bus.connection import Bus
 from opengyre.shared.bus.errors import BusError, DriftError
-from opengyre.shared.bus.promptly import promptly
 
 DAY = 86_400.0
 API_LEVEL = 1
@@ -111,7 +110,7 @@ def consumers() -> list[tuple[str, ConsumerConfig]]:
 
 async def bootstrap(bus: Bus, replicas: int = 1) -> list[str]:
     """Make what is missing, check what is there; return the names of what was made. Raises `DriftError`."""
-    info = await promptly(bus.js.account_info())
+    info = await bus.ask(bus.js.account_info)
     if not info.api.level or info.api.level < API_LEVEL:
         raise BusError("the NATS server is too old: 2.11 or newer is needed (JetStream API level 1)")
     made: list[str] = []
@@ -120,20 +119,24 @@ async def bootstrap(bus: Bus, replicas: int = 1) -> list[str]:
         try:
             there = (await bus.stream_info(config.name)).config
         except js_errors.NotFoundError:
-            await promptly(bus.js.add_stream(config))
+            await bus.ask(lambda config=config: bus.js.add_stream(config))
             made.append(config.name)
         else:
             _check(f"stream {config.name}", config, there)
     for stream, config in consumers():
         assert config.durable_name is not None
         try:
-            existing = (await promptly(bus.js.consumer_info(stream, config.durable_name))).config
+            existing = await _consumer(bus, stream, config.durable_name)
         except js_errors.NotFoundError:
-            await promptly(bus.js.add_consumer(stream, config))
+            await bus.ask(lambda stream=stream, config=config: bus.js.add_consumer(stream, config))
             made.append(f"{stream}/{config.durable_name}")
         else:
             _check(f"consumer {stream}/{config.durable_name}", config, existing)
     return made
+
+
+async def _consumer(bus: Bus, stream: str, name: str) -> ConsumerConfig:
+    return (await bus.ask(lambda: bus.js.consumer_info(stream, name))).config
 
 
 def _check(what: str, wanted: Any, there: Any) -> None:
