@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opengyre.shared.embedded import NATS_CONFIG, free_port
+from opengyre.shared.embedded import NATS_CONFIG, free_port, valkey_command
 from opengyre.shared.settings import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +175,7 @@ def test_settings_of_every_service_are_known(document: dict[str, Any]) -> None:
 
 
 def test_a_host_with_a_gpu_serves_by_vllm(document: dict[str, Any]) -> None:
-    """A count that is a variable is text, which docker-compose 1.29 refuses; what is compiled must be loaded from /tmp."""
+    """A count that is a variable is text, which docker-compose 1.29 refuses; what is compiled is loaded from /tmp."""
     service = document["services"]["host_gpu"]
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
@@ -251,7 +252,18 @@ class Answers(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_health_check_tells_health_from_its_absence(valkey: Any) -> None:
+@pytest.fixture
+def guarded(valkey: Any, tmp_path: Path) -> Iterator[Any]:
+    """A Valkey that asks for a password."""
+    port = free_port()
+    command = [*valkey_command(tmp_path / "guarded", port), "--requirepass", "p"]
+    server = type(valkey)(command, port, tmp_path / "guarded.log")
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_the_health_check_tells_health_from_its_absence(valkey: Any, guarded: Any) -> None:
     assert probe(str(valkey.port), "PING") == 0
     assert probe(str(free_port()), "PING") == 1
     assert probe(str(guarded.port), "PING") == 0, "it answers, though not without its password"

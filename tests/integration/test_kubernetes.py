@@ -16,6 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from opengyre.proto.ids import check_token
 from opengyre.shared.bus.rights import RIGHTS
 from opengyre.shared.settings import Settings, load
 
@@ -334,6 +335,8 @@ def test_probes_ask_what_answers(rendered: Rendered) -> None:
             assert asked["httpGet"]["port"] in {port["name"] for port in container["ports"]}, name
             if name in SERVICES:
                 assert f'Route("{asked["httpGet"]["path"]}"' in routes
+            if name in SERVICES and probe == "readinessProbe":
+                assert asked["httpGet"]["path"] == ("/readyz" if name == "gateway" else "/healthz"), name
         # Kubernetes waits for as long as the slowest start may take.
         start = container["startupProbe"]
         assert start["periodSeconds"] * start.get("failureThreshold", 3) >= 30, name
@@ -388,11 +391,12 @@ env | grep ^GYRE_ | sort
 
 
 def entered(folder: Path, service: str, **more: str) -> subprocess.CompletedProcess[str]:
-    stub = folder / "python"
-    stub.write_text(STUB, encoding="utf-8")
-    stub.chmod(0o755)
+    for program in ("python", "sh"):
+        stub = folder / program
+        stub.write_text(STUB, encoding="utf-8")
+        stub.chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "SERVICE": service, "GYRE_HTTP__ADVERTISE": "10.0.0.1", **more}
-    command = ["sh", str(DEPLOY / "entrypoint.sh")]
+    command = ["/bin/sh", str(DEPLOY / "entrypoint.sh")]
     return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False, env=env)
 
 
@@ -407,3 +411,11 @@ def test_neighbours_are_a_cell(tmp_path: Path) -> None:
     done = entered(tmp_path, "host", GYRE_HOST__HOST="host_gpu", HOSTS_PER_CELL="2")
     assert done.returncode == 64
     assert "must end in its own" in done.stderr
+
+
+def test_a_machines_name_is_a_nodes_name_without_dots(tmp_path: Path) -> None:
+    done = entered(tmp_path, "sandbox", NODE_NAME="ip-10-0-0-1.ec2.internal")
+    assert done.stdout.splitlines()[0] == "/opt/opengyre/deploy/sandbox.sh"
+    (node,) = re.findall(r"GYRE_SANDBOX__NODE=(\S+)", done.stdout)
+    assert check_token("sandbox.node", node) == "ip-10-0-0-1-ec2-internal"
+    assert "GYRE_SANDBOX__NODE" not in entered(tmp_path, "sandbox").stdout

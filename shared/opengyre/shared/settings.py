@@ -5,7 +5,6 @@ resolved form beside its state (`<state_dir>/settings/<service>.json`), secrets 
 """
 
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +20,8 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+
+from opengyre.shared.masked import masked
 
 PREFIX = "GYRE_"
 OUTSIDE = {"GYRE_CONFIG", "GYRE_TEST_DATA", "GYRE_STATE_DIR", "GYRE_GATEWAY_URL", "GYRE_API_KEY"}
@@ -234,7 +235,7 @@ class Settings(Section):
 
     def resolved(self) -> str:
         """JSON of every setting as it is in force; keys, and whatever stands before an @ in an address, are masked."""
-        return re.sub(r"//[^/@\s\"]+@", "//**********@", self.model_dump_json(indent=2))
+        return masked(self.model_dump_json(indent=2))
 
 
 def load(path: Path | None = None, environment: dict[str, str] | None = None) -> Settings:

@@ -15,8 +15,6 @@ from typing import Final
 
 from opengyre.proto import subjects
 
-ANSWER: Final = '{max: 8, expires: "1h"}'
-"""A request is answered once, a question who is there by each service of a process; and so late."""
 BUCKETS: Final = (
     subjects.KV_RUNS,
     subjects.KV_LEDGER,
@@ -161,6 +159,9 @@ def publishing(rights: Rights) -> list[str]:
     found += [subjects.rpc(service, "*", "*") for service in rights.asks]
     if rights.discovers:
         found.append("$SRV.PING")
+    if rights.answers:
+        # Not `allow_responses`: a broker forgets what was asked through another one, which has died since.
+        found.append("_INBOX.>")
     buckets = dict.fromkeys([*rights.sees, *rights.puts])
     read = [*rights.follows, *(f"KV_{bucket}" for bucket in buckets)]
     # The client asks which stream a subject is in.
@@ -210,20 +211,18 @@ def _strings(patterns: Sequence[str]) -> str:
 def users() -> str:
     """`authorization { ... }` of a server's configuration."""
     everything = ["$JS.API.INFO", "$JS.API.STREAM.>", "$JS.API.CONSUMER.>"]
-    blocks = [_user("bootstrap", everything, ["_INBOX.>"], "")]
-    for name, rights in RIGHTS.items():
-        answers = f"        allow_responses: {ANSWER}\n" if rights.answers else ""
-        blocks.append(_user(name, publishing(rights), subscribing(rights), answers))
+    blocks = [_user("bootstrap", everything, ["_INBOX.>"])]
+    blocks += [_user(name, publishing(rights), subscribing(rights)) for name, rights in RIGHTS.items()]
     return (
         "# Written by `python -m opengyre.shared.bus.rights`: what each service may do.\n"
         "authorization {\n  users: [\n" + "".join(blocks) + "  ]\n}\n"
     )
 
 
-def _user(name: str, publish: Sequence[str], subscribe: Sequence[str], more: str) -> str:
+def _user(name: str, publish: Sequence[str], subscribe: Sequence[str]) -> str:
     return (
         f"    {{\n      user: {name}\n      password: $BUS_{name.upper()}\n      permissions: {{\n"
-        f"        publish: {_strings(publish)}\n        subscribe: {_strings(subscribe)}\n{more}      }}\n    }}\n"
+        f"        publish: {_strings(publish)}\n        subscribe: {_strings(subscribe)}\n      }}\n    }}\n"
     )
 
 
