@@ -23,12 +23,15 @@ class Fake:
 
     def __init__(self) -> None:
         self.fails: str | None = None
+        self.times = 0
+        """How often it fails yet."""
         self.asked: list[str] = []
 
     async def answer(self, request: Request) -> Response:
         path = request.url.path
         self.asked.append(path)
-        if path == self.fails:
+        if path == self.fails and self.times > 0:
+            self.times -= 1
             return JSONResponse({"error": {"message": "out of memory"}}, status_code=500)
         return PlainTextResponse("") if path == "/metrics" else JSONResponse({"results": []})
 
@@ -44,7 +47,7 @@ async def paused(folder: Path, fake: Fake) -> AsyncIterator[VllmEngine]:
         server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         engine._server, engine._facts = server, facts_of(folder)
         engine._plan = plan(engine._facts, engine._settings, gpus=0, free_bytes=16 << 30)
-        engine._state, engine._version = "paused", 3
+        engine._state, engine._version, engine._directory = "paused", 3, folder
         try:
             yield engine
         finally:
@@ -53,11 +56,24 @@ async def paused(folder: Path, fake: Fake) -> AsyncIterator[VllmEngine]:
 
 
 @pytest.mark.parametrize("command", ["/collective_rpc", "/update_weight_version"])
-async def test_an_engine_whose_load_failed_half_way_serves_nothing_more(tmp_path: Path, command: str) -> None:
-    """Some weights may be the new ones, under the old version's number; its host leaves, to be started again."""
+async def test_a_load_that_failed_half_way_is_taken_back(tmp_path: Path, command: str) -> None:
+    """Some weights may be the new ones, under the old version's number."""
     fake = Fake()
     async with paused(model(tmp_path), fake) as engine:
-        fake.fails = command
+        fake.fails, fake.times = command, 1
+        with pytest.raises(EngineError, match=f"500 to {command}"):
+            await engine.load(tmp_path, 4)
+        assert (engine.stats().state, engine.stats().version) == ("paused", 3)
+        assert fake.asked[-2:] == ["/collective_rpc", "/update_weight_version"]
+
+
+@pytest.mark.parametrize("command", ["/collective_rpc", "/update_weight_version"])
+async def test_an_engine_whose_load_failed_half_way_serves_nothing_more(tmp_path: Path, command: str) -> None:
+    """Neither the new weights nor the old ones are whole; its host leaves, to be started again."""
+    fake = Fake()
+    async with paused(model(tmp_path), fake) as engine:
+        fake.fails, fake.times = command, 2
+        engine._end = _nothing  # it is not a process
         with pytest.raises(EngineError, match=f"500 to {command}"):
             await engine.load(tmp_path, 4)
         assert engine.stats().state == "closed"
@@ -75,3 +91,7 @@ async def test_a_load_of_another_shape_changes_nothing(tmp_path: Path) -> None:
         assert (engine.stats().state, engine.stats().version, fake.asked) == ("paused", 3, [])
         await engine.load(tmp_path / "old", 4)
         assert engine.stats().version == 4
+
+
+async def _nothing() -> None:
+    pass
