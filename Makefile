@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml
 demo: install $(if $(filter vllm,$(ENGINE)),vllm)
 	$(BIN)/gyre demo --engine $(ENGINE) $(DEMO_ARGS)
 
+# One server of vLLM is shared by all of its tests, which workers beside each other would each start.
 test: install
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not vllm' $(PYTEST_ARGS)
 
 # vLLM wants other versions than the services, so it has an environment of its own.
 vllm: $(VLLM)/.installed
