@@ -186,7 +186,7 @@ async def test_each_execution_is_trained_once_though_trainer_and_trajectory_are_
 
 async def staleness(bus: Bus) -> StalenessReport:
     request = StalenessRequest(run=RUN)
-    return await call(bus, "allocator", "any", "staleness", request, StalenessReport, timeout_s=1, patience_s=20)
+    return await call(bus, "allocator", "any", "staleness", request, StalenessReport, timeout_s=1, patience_s=60)
 
 
 @dataclass

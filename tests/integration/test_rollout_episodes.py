@@ -117,7 +117,8 @@ async def test_a_drain_of_every_host_suspends_and_a_resume_continues(stack: Stac
     first = calls(events)[0]
     assert first.text == SCRIPT[0]
     assert first.parked_s > 1.0
-    assert len(first.hosts) == 2
+    assert first.hosts[-1] == "h0"
+    assert len(first.hosts) in {2, 3}, "between the two drains it may have moved"
     assert [span.version for span in first.versions] == [0, 1]
     assert first.versions[0].end == first.versions[1].start > 0
     assert first.versions[1].end == len(first.sampled_ids)

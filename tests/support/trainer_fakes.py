@@ -81,7 +81,7 @@ class Cell:
             holding=self.holding,
         )
         request = msgspec.structs.replace(request, **changes)
-        return await call(self.bus, "trainer", "any", "pull", request, PullReply, timeout_s=1, patience_s=20)
+        return await call(self.bus, "trainer", "any", "pull", request, PullReply, timeout_s=1, patience_s=60)
 
     async def hand_over(self, *, leaving: bool = False, times: int = 1, killed: bool = False) -> HandOverReply:
         """`killed`: the trainer may be killed between two requests; another attempt refuses what the former took."""
@@ -96,7 +96,7 @@ class Cell:
         )  # fmt: skip
         self.handed += 1
         replies = [
-            await call(self.bus, "trainer", "any", "hand_over", request, HandOverReply, timeout_s=1, patience_s=20)
+            await call(self.bus, "trainer", "any", "hand_over", request, HandOverReply, timeout_s=1, patience_s=60)
             for _ in range(times)
         ]
         same = len(set(replies)) == 1 or (killed and not replies[-1].accepted)
