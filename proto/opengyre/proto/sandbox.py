@@ -22,6 +22,7 @@ VERBS = (
     *("exec", "verify", "prepare", "renew", "destroy", "list", "read", "write", "stat", "forward", "info"),
     *("spawn", "poll", "logs", "kill"),
     *("put", "get", "snapshot", "fork", "restore", "drop"),
+    *("images", "add_image", "remove_image"),
 )
 
 # `RpcError.kind` of this service.

@@ -14,6 +14,7 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from opengyre.cli import stack as stacks
 from opengyre.cli.stack import StackError
@@ -22,8 +23,9 @@ from opengyre.shared.settings import load
 
 TIMEOUT_S = 40.0
 PIPED_WIDTH = 120
-"""Columns of a table that is piped."""
+"""Columns of what is piped, but for tables of names: see `show_listing`."""
 console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+LISTING_WIDTH = 1 << 14
 errors = Console(stderr=True, highlight=False)
 
 GatewayOption = Annotated[
@@ -135,6 +137,15 @@ def connect(gateway: str | None, api_key: str | None, state_dir: Path | None) ->
 def show_json(value: Any) -> None:
     """One line of JSON on stdout."""
     print(msgspec.json.encode(value).decode())
+
+
+def show_listing(table: Table) -> None:
+    """A table of things that other verbs take by their names: these are whole on a terminal of any width, and on one
+    line in a pipe.
+    """
+    for column in table.columns:
+        column.overflow = "fold"
+    (console if sys.stdout.isatty() else Console(highlight=False, width=LISTING_WIDTH)).print(table)
 
 
 def number(value: Any, digits: int = 2) -> str:

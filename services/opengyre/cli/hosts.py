@@ -15,6 +15,7 @@ from opengyre.cli.client import (
     number,
     segment,
     show_json,
+    show_listing,
 )
 
 Cell = Annotated[str, typer.Argument(help="Name of a cell; `gyre hosts` lists them.")]
@@ -38,7 +39,7 @@ def hosts(
     if json:
         show_json(report)
         return
-    console.print(table(report))
+    show_listing(table(report))
     if report["cells_missing"]:
         console.print(f"cells: {report['cells_missing']}")
 

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from opengyre.cli import sandbox_images
 from opengyre.cli import stack as stacks
-from opengyre.cli.client import JsonOption, StateDirOption, console, errors, show_json
+from opengyre.cli.client import JsonOption, StateDirOption, console, errors, show_json, show_listing
 from opengyre.cli.sandbox_client import MARGIN_S, NodeOption, ask, nodes, run
+from opengyre.cli.sandbox_exec import run_command
 from opengyre.cli.sandbox_select import Wanted, age, labels, wanted
 from opengyre.cli.stack import StackError
 from opengyre.cli.stream_read import connected
@@ -25,7 +26,6 @@ from opengyre.cli.streams import NatsOption
 from opengyre.proto.sandbox import (
     DestroyRequest,
     DestroyResult,
-    ExecRequest,
     ExecResult,
     InfoRequest,
     ListRequest,
@@ -34,7 +34,7 @@ from opengyre.proto.sandbox import (
     SandboxInfo,
     StatRequest,
 )
-from opengyre.proto.sandbox_jobs import LogPage, LogsRequest
+from opengyre.proto.sandbox_jobs import LogPage, LogsRequest, SpawnRequest
 from opengyre.sandbox import doctor as machine_doctor
 from opengyre.sandbox.clear import clear
 from opengyre.shared.bus import Bus
@@ -43,6 +43,7 @@ from opengyre.shared.settings import load
 TIMED_OUT = 124
 """Exit status of `exec` where the command was killed for its time, as of timeout(1)."""
 KILLED = 137
+INTERRUPTED = 130
 LabelOption = Annotated[list[str] | None, typer.Option("--label", help="KEY=VALUE; may be repeated, all must hold.")]
 Sandbox = Annotated[str, typer.Argument(help="Id of a sandbox; `gyre sandbox ls` lists them.")]
 
@@ -101,7 +102,7 @@ def ls(
             age(info.age_s), age(info.expires_in_s), str(info.execs), " ".join(info.running) or "-",
             "yes" if info.isolated else "no",
         )  # fmt: skip
-    console.print(table)
+    show_listing(table)
 
 
 def exec_(
@@ -117,11 +118,11 @@ def exec_(
 ) -> None:
     """Run a command in a sandbox; ends with its status, 124 where its time was over.
 
-    Options of this command come first; what follows the sandbox is the command's.
+    Options of this command come first; what follows the sandbox is the command's. Ctrl-C ends the command as well.
 
     Example: gyre sandbox exec --timeout 60 r-g000001-e00-a0 ls -l
     """
-    request = ExecRequest(
+    request = SpawnRequest(
         sandbox=sandbox,
         exec_id=exec_id or f"cli-{uuid.uuid4().hex[:12]}",
         command=" ".join(command),
@@ -133,9 +134,12 @@ def exec_(
 
     async def work() -> ExecResult:
         async with connected(nats, state_dir) as bus:
-            return await ask(bus, await _where(bus, sandbox), "exec", request, ExecResult, timeout + MARGIN_S)
+            return await run_command(bus, await _where(bus, sandbox), request)
 
-    done = run(work())
+    try:
+        done = run(work())
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
     if json:
         show_json(done)
     else:

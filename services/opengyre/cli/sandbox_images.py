@@ -18,7 +18,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from opengyre.cli.client import JsonOption, StateDirOption, console, errors, show_json
+from opengyre.cli.client import JsonOption, StateDirOption, console, errors, show_json, show_listing
 from opengyre.cli.sandbox_client import MARGIN_S, NodeOption, ask, nodes, run
 from opengyre.cli.sandbox_select import age
 from opengyre.cli.stack import StackError
@@ -78,7 +78,7 @@ def ls(
         for image in listed.images:
             used = "-" if image.used_at is None else f"{age(time.time() - image.used_at)} ago"
             table.add_row(image.image, image.node, size(image.size), used, "yes" if image.in_use else "no")
-    console.print(table)
+    show_listing(table)
     for name, listed in found:
         if listed.limit is not None:
             held = size(sum(image.size for image in listed.images))

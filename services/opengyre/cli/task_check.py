@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from opengyre.cli.client import JsonOption, console, errors
+from opengyre.cli.client import JsonOption, console, errors, show_listing
 from opengyre.shared.settings import load
 
 if TYPE_CHECKING:
@@ -93,15 +93,8 @@ def show(facts: "list[Facts]") -> None:
             else f"{fact.nothing.passed} to {solved.passed} of {solved.total}",
             "[green]ok[/]" if fact.ok else "[red]not ok[/]",
         )
-    console.print(table)
+    show_listing(table)
     for fact in facts:
         console.print(f"{fact.task}: environment: {fact.environment or 'not made'}", markup=False, soft_wrap=True)
         for remark in fact.remarks:
             console.print(f"{fact.task}: {remark}", markup=False, soft_wrap=True)
-
-
-def _tests(fact: "Facts") -> str:
-    solved = fact.reference
-    if solved is None or not solved.total:
-        return "-"
-    return f"{fact.nothing.passed} to {solved.passed} of {solved.total}"

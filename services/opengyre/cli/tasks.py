@@ -22,6 +22,7 @@ from opengyre.cli.client import (
     number,
     segment,
     show_json,
+    show_listing,
 )
 from opengyre.cli.task_files import batches, load_tasks
 from opengyre.proto.task import TaskSpec
@@ -110,7 +111,7 @@ def ls(
             f"{made}/{task['repeat']}",
             number(task["mean_score"]),
         )
-    console.print(table)
+    show_listing(table)
     if report["next"] is not None:
         console.print(f"there are more: --after {report['next']}")
 
@@ -148,4 +149,4 @@ def show(
             "-" if consumed is None else str(consumed),
             scores,
         )
-    console.print(table)
+    show_listing(table)
