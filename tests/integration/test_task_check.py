@@ -1,6 +1,8 @@
 """`gyre task check` in real sandboxes: what nothing and the solution earn, and what is said where that fails."""
 
 import json
+import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from opengyre.cli.main import app
-from opengyre.tasks.convert import environment_of, unused
+from opengyre.sandbox import stand_in
+from opengyre.sandbox.images import Images
+from opengyre.tasks.archives import contents, unsqueeze
+from opengyre.tasks.convert import environment_of, spec_of, unused
 from opengyre.tasks.directory import read_task
 from opengyre.tasks.errors import TaskError
 from support.foreign_tasks import APART_TASK, BENCH_TASK, PYTEST_TASK, STEPS_TASK, harbor, real_task, write
@@ -39,7 +44,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     both_backends = pytest.importorskip("support.both_backends", reason="needs the extra opengyre[docker]")
     if why := both_backends.missing("docker"):
         pytest.skip(why)
-    monkeypatch.setenv("GYRE_SANDBOX__DOCKER_SOCKET", str(both_backends.SOCKET))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{both_backends.SOCKET}")
     monkeypatch.setenv("GYRE_SANDBOX__DOCKER_IMAGE", both_backends.IMAGE)
     return f"image {both_backends.IMAGE}", ("--backend", "docker", "--stand-in", both_backends.IMAGE)
 
@@ -78,6 +83,25 @@ def test_tasks_of_several_steps_are_checked_on_either_backend(
     (fact,) = check(write(tmp_path / "steps", STEPS_TASK), options=node[1])
     assert fact["ok"], fact
     assert fact["reference"]["steps"] == [{"reward": 1.0}] * 2
+
+
+def test_pytest_that_pip_found_runs_as_a_program_and_as_a_module(
+    tmp_path: Path, node: tuple[str, tuple[str, ...]]
+) -> None:
+    """`pip install pytest` said that it is there, and then there was no program `pytest`."""
+    script = "#!/bin/bash\npip install pytest==8.4.1\npython3 -m pytest --version || exit 3\npytest $TEST_DIR -rA\n"
+    files = {
+        **BENCH_TASK,
+        "run-tests.sh": script,
+        "Dockerfile": f"{BENCH_TASK['Dockerfile']}ENV PYTHONPATH=/app/lib\n",
+        "tests/test_path.py": "import os, sys\n"
+        "def test_the_path_is_the_programs():\n    assert not {'', os.getcwd()} & set(sys.path)\n"
+        "def test_what_the_environment_says_comes_before_the_tools():\n"
+        "    assert sys.path.index('/app/lib') < sys.path.index('/opt/gyre/tools') == len(sys.path) - 1\n",
+    }
+    (fact,) = check(write(tmp_path / "bench", files), options=node[1])
+    assert (fact["reference"]["passed"], fact["reference"]["total"]) == (4, 4), fact["reference"]["output"]
+    assert fact["baseline"] == 3
 
 
 def test_a_health_check_that_never_succeeds_is_a_failed_evaluation(tmp_path: Path) -> None:
@@ -155,6 +179,66 @@ def test_a_broken_task_is_one_sentence(tmp_path: Path, files: dict[str, str], wo
     said = check(task, code=1)
     assert said.startswith("error: ")
     assert words in said
+
+
+def test_a_stand_in_that_is_not_here_is_named_before_anything_is_made(
+    tmp_path: Path, node: tuple[str, tuple[str, ...]]
+) -> None:
+    *backend, here = node[1]
+    said = check(harbor(tmp_path / "task"), options=(*backend, "nosuch"), code=1)
+    assert said.startswith("error: --stand-in (or sandbox.stand_in) is 'nosuch', which is no image of this machine; ")
+    assert here in said.partition("allowed:")[2]
+
+
+def test_an_image_of_the_stacks_node_is_one_of_the_checks(tmp_path: Path) -> None:
+    images = Images(tmp_path / "state" / "sandbox" / "node0" / "images", 1 << 30)
+    stand_in.ensure(images)
+    task = harbor(tmp_path / "task", environment__Dockerfile="FROM host\nWORKDIR /app\n")
+    (fact,) = check(task, options=("--state-dir", str(tmp_path / "state")))
+    assert fact["environment"] == "image host, replayed 2 of 2 instructions"
+    assert images.names() == ["host"]
+
+
+def test_a_task_that_is_too_large_to_submit_is_not_ok(tmp_path: Path) -> None:
+    task = harbor(tmp_path / "task")
+    (task / "environment" / "large").write_bytes(random.Random(1).randbytes(4 << 20))
+    (fact,) = check(task, code=1)
+    assert not fact["ok"]
+    assert fact["reference"]["rewards"] == {"reward": 1.0}
+    (remark,) = fact["remarks"]
+    assert remark.startswith(f"it cannot be submitted: {task}: files make the task ")
+    assert remark.endswith(f"bytes of JSON; allowed are at most {4 << 20}")
+
+
+STRUCTURE = ("instruction.md", "task.toml", "environment", "environment/Dockerfile", "tests", "solution")
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_a_task_is_what_lies_in_its_directory(tmp_path: Path, name: str) -> None:
+    """An `instruction.md` that was a link was followed wherever it led."""
+    task = harbor(tmp_path / "task")
+    outside = tmp_path / "outside"
+    (task / name).rename(outside)
+    (task / name).symlink_to("../" * (1 + name.count("/")) + "outside")
+    with pytest.raises(TaskError, match=rf"{name} leads to {outside}; allowed are links within the task"):
+        spec_of(read_task(task), {})
+    (task / name).unlink()
+    outside.rename((task / name).with_name("kept"))
+    (task / name).symlink_to("kept")
+    (tmp_path / "link").symlink_to(task)
+    for path in (task, tmp_path / "link"):
+        spec = spec_of(read_task(path), {})
+        assert spec.instruction == "Write 42 into /app/answer."
+        assert spec.tests is not None
+        assert "test.sh" in contents(unsqueeze(spec.tests.archive))
+
+
+def test_an_instruction_that_is_no_file_holds_nobody(tmp_path: Path) -> None:
+    task = harbor(tmp_path / "task")
+    (task / "instruction.md").unlink()
+    os.mkfifo(task / "instruction.md")
+    with pytest.raises(TaskError, match=r"instruction\.md is no file"):
+        read_task(task)
 
 
 def test_without_the_stand_ins_a_fetch_fails_and_nothing_is_made_up(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.sandbox import check, docker_config, docker_tar
-from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, Spec
+from opengyre.sandbox.core import CannotIsolateError, InvalidRequest, Options, OutputLimit, Spec
 from opengyre.sandbox.docker_spool import Begun, overdue
+from opengyre.sandbox.service import docker_socket
 
 NAMES = st.lists(st.sampled_from(["a", "b", "..", ".", "", "é"]), min_size=1, max_size=5).map("/".join)
 
@@ -138,3 +139,23 @@ def test_an_image_has_the_names_that_engines_give(name: str):
 def test_an_image_has_no_name_that_could_be_a_path(name: str):
     with pytest.raises(InvalidRequest, match="image is"):
         check.image_reference(name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "host", "found"),
+    [
+        (None, None, "/var/run/docker.sock"),
+        (None, "", "/var/run/docker.sock"),
+        (None, "unix:///run/user/1000/docker.sock", "/run/user/1000/docker.sock"),
+        ("/srv/docker.sock", "unix:///other", "/srv/docker.sock"),
+        ("/srv/docker.sock", "tcp://elsewhere:2376", "/srv/docker.sock"),
+    ],
+)
+def test_the_engine_is_where_the_setting_or_dockers_own_variable_says(setting, host, found):
+    assert str(docker_socket(setting, host)) == found
+
+
+@pytest.mark.parametrize("host", ["tcp://elsewhere:2376", "ssh://me@elsewhere", "unix://relative"])
+def test_an_engine_of_another_machine_is_refused_by_name(host):
+    with pytest.raises(CannotIsolateError, match=f"DOCKER_HOST is '{host}'; allowed is unix:///"):
+        docker_socket(None, host)

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from opengyre.cli.client import JsonOption, console, errors, show_listing
+from opengyre.cli.client import JsonOption, StateDirOption, console, errors, show_listing
 from opengyre.shared.settings import load
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def check(
         bool | None,
         typer.Option("--offline/--no-offline", help="Stand-ins of apt-get, curl, pip, uv, uvx first on PATH."),
     ] = None,
+    state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run tasks with nothing done and with their reference solution, and show what both are worth.
@@ -59,7 +60,8 @@ def check(
 
     try:
         tasks = found(paths)
-        settings = load().sandbox
+        loaded = load()
+        settings = loaded.sandbox
         chosen = settings.model_copy(
             update={
                 "backend": backend or settings.backend,
@@ -67,7 +69,7 @@ def check(
                 "offline": settings.offline if network_tools is None else network_tools,
             }
         )
-        facts = asyncio.run(check_all(tasks, chosen, tell))
+        facts = asyncio.run(check_all(tasks, chosen, (state_dir or loaded.state_dir).absolute(), tell))
     except (TaskError, SandboxError) as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error

@@ -20,13 +20,15 @@ from opengyre.cli.task_files import is_directory_of_others as is_task
 from opengyre.sandbox import offline, stand_in
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.clear import clear
-from opengyre.sandbox.core import Backend, CannotIsolateError, SandboxError
+from opengyre.sandbox.core import Backend, CannotIsolateError, InvalidRequest, SandboxError
 from opengyre.sandbox.environments import Environments
 from opengyre.sandbox.harbor import OFFLINE
-from opengyre.sandbox.origin import HOST
+from opengyre.sandbox.origin import HOST, named
 from opengyre.sandbox.service import docker_backend
 from opengyre.shared.settings import SandboxSettings
+from opengyre.tasks.convert import spec_of
 from opengyre.tasks.directory import TaskDirectory, read_task
+from opengyre.tasks.errors import TaskError
 
 log = logging.getLogger("gyre.cli")
 
@@ -43,22 +45,36 @@ def found(paths: list[Path]) -> list[TaskDirectory]:
     return tasks
 
 
-async def check_all(tasks: list[TaskDirectory], settings: SandboxSettings, tell: Callable[[str], None]) -> list[Facts]:
-    """What is known of each after its check; ``tell`` hears the name of each before. Raises `SandboxError`."""
+async def check_all(
+    tasks: list[TaskDirectory], settings: SandboxSettings, state_dir: Path, tell: Callable[[str], None]
+) -> list[Facts]:
+    """What is known of each after its check; ``tell`` hears the name of each before. Raises `SandboxError`.
+
+    ``state_dir``: of a stack, whose node's images may be named.
+    """
     facts = []
-    async with node(settings) as environments:
+    async with node(settings, state_dir) as environments:
         for task in tasks:
             tell(task.name)
             nothing, sentence = await run_task(task, environments, os.environ, solve=False)
             solved = None
             if nothing.error is None and all(step.solution for step in task.steps):
                 solved, sentence = await run_task(task, environments, os.environ, solve=True)
-            facts.append(judged(task, sentence, nothing, solved))
+            facts.append(judged(task, sentence, nothing, solved, _refused(task)))
     return facts
 
 
+def _refused(task: TaskDirectory) -> str | None:
+    """Why `gyre task submit` would not take it."""
+    try:
+        spec_of(task, os.environ)
+    except TaskError as error:
+        return str(error)
+    return None
+
+
 @contextlib.asynccontextmanager
-async def node(settings: SandboxSettings) -> AsyncIterator[Environments]:
+async def node(settings: SandboxSettings, state_dir: Path) -> AsyncIterator[Environments]:
     """A backend of this command's own, with its environments; it leaves nothing."""
     for left in _abandoned():
         try:
@@ -73,19 +89,32 @@ async def node(settings: SandboxSettings) -> AsyncIterator[Environments]:
         if settings.offline:
             tools, _ = await asyncio.to_thread(offline.make, offline.place(folder))
             binds = {**binds, OFFLINE: str(tools)}
-        backend = _backend(folder, settings, binds)
+        backend = _backend(folder, settings, binds, state_dir)
         # A start that fails half-way has to be taken back as well.
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(backend.stop)
             await backend.start()
             if isinstance(backend, Bubblewrap) and settings.stand_in == HOST:
                 await asyncio.to_thread(stand_in.ensure, backend.image_cache)
+            _known(settings, backend)
             environments = Environments(backend, "this machine", stand_in=settings.stand_in, offline=settings.offline)
             stack.push_async_callback(environments.forget)
             yield environments
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(held)
+
+
+def _known(settings: SandboxSettings, backend: Backend) -> None:
+    """Raises `InvalidRequest` where the image that is to stand in for others is not here."""
+    images = backend.images()
+    if settings.stand_in is None or named(settings.stand_in, images) is not None:
+        return
+    allowed = [*images, *((HOST,) if isinstance(backend, Bubblewrap) else ())]
+    raise InvalidRequest(
+        f"--stand-in (or sandbox.stand_in) is {settings.stand_in!r}, which is no image of this machine; allowed: "
+        f"{', '.join(allowed[:20]) or 'none yet'}"
+    )
 
 
 def _folder() -> tuple[Path, int]:
@@ -108,7 +137,7 @@ def _abandoned() -> Iterator[Path]:
                 os.close(held)
 
 
-def _backend(folder: Path, settings: SandboxSettings, binds: Mapping[str, str]) -> Backend:
+def _backend(folder: Path, settings: SandboxSettings, binds: Mapping[str, str], state_dir: Path) -> Backend:
     # As a service's state directory has them, so that `clear` finds them.
     root = folder / ("sandbox-docker" if settings.backend == "docker" else "sandbox") / "node"
     if settings.backend == "docker":
@@ -118,4 +147,5 @@ def _backend(folder: Path, settings: SandboxSettings, binds: Mapping[str, str]) 
         raise CannotIsolateError(
             "tasks with an environment need images, which bubblewrap mounts as root only; run as root, or with docker"
         )
-    return Bubblewrap(root, binds=binds)
+    images = state_dir / "sandbox" / settings.node / "images"
+    return Bubblewrap(root, binds=binds, image_cache_mb=settings.image_cache_mb, images_beside=images)

@@ -63,13 +63,18 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     baseline: int
     """Tests that pass with nothing done."""
     ok: bool
-    """Both could be evaluated, and the solution earns 1 on every reward, more than nothing on some."""
+    """Both could be evaluated, the solution earns 1 on every reward, more than nothing on some, and the task can be
+    submitted."""
     remarks: tuple[str, ...]
 
 
-def judged(task: TaskDirectory, sentence: str, nothing: Outcome, reference: Outcome | None) -> Facts:
-    """The verdict on a task. Pure."""
+def judged(
+    task: TaskDirectory, sentence: str, nothing: Outcome, reference: Outcome | None, refused: str | None = None
+) -> Facts:
+    """The verdict on a task. ``refused``: why it cannot be submitted, if so. Pure."""
     remarks = []
+    if refused is not None and refused != nothing.error:
+        remarks.append(f"it cannot be submitted: {refused}")
     if nothing.error is not None:
         remarks.append(f"with nothing done it could not be evaluated: {nothing.error}")
     elif earned := {name: value for name, value in nothing.rewards.items() if value > 0}:
@@ -92,7 +97,7 @@ def judged(task: TaskDirectory, sentence: str, nothing: Outcome, reference: Outc
             remarks.append("the solution earns only " + ", ".join(f"{name}={value:g}" for name, value in short.items()))
         elif not gained:
             remarks.append("the solution earns no more than doing nothing")
-        good = gained and not short
+        good = gained and not short and refused is None
     return Facts(
         task=task.name,
         path=str(task.path),

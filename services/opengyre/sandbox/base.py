@@ -53,13 +53,17 @@ class Base(ABC):
         binds: Mapping[str, str] | None = None,
         image_roots: Sequence[Path] = (),
         image_cache_mb: int = 4096,
+        images_beside: Path | None = None,
         spool_mb: int = SPOOL_MB,
     ) -> None:
         """``binds``: folders of this machine that every sandbox shows, read-only, by their paths in it.
-        ``image_roots``: where the root directories that a spec may name have to lie.
+        ``image_roots``: where the root directories that a spec may name have to lie. ``images_beside``: the folder of
+        another cache, whose images may be named too.
         """
         self._root = root.resolve()
-        self.image_cache = Images(self._root / "images", image_cache_mb << 20, self.in_use)
+        limit = image_cache_mb << 20
+        beside = None if images_beside is None else Images(images_beside, limit)
+        self.image_cache = Images(self._root / "images", limit, self.in_use, beside)
         self._image_roots = [path.resolve() for path in image_roots]
         self._spool_mb = spool_mb
         self._mounts = False

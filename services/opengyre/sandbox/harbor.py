@@ -83,7 +83,13 @@ class Inside:
         if not self.offline:
             return dict(env)
         path = env.get("PATH") or self.spec.env.get("PATH") or PATH
-        return {**env, "PATH": f"{OFFLINE}/{shims.FOLDER}:{path}", "GYRE_TOOLS": f"{OFFLINE}/tools"}
+        found = [f"{OFFLINE}/{shims.SITE_FOLDER}", env.get("PYTHONPATH") or self.spec.env.get("PYTHONPATH") or ""]
+        return {
+            **env,
+            "PATH": f"{OFFLINE}/{shims.FOLDER}:{path}",
+            "GYRE_TOOLS": f"{OFFLINE}/tools",
+            "PYTHONPATH": ":".join(filter(None, found)),
+        }
 
     async def solve(self, archive: bytes, command: str, env: Mapping[str, str], timeout_s: float) -> ExecResult:
         """Bring the reference solution in and run it."""

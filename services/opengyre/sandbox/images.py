@@ -43,14 +43,26 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 class Images:
     """All images below one folder, of at most ``limit`` bytes together."""
 
-    def __init__(self, root: Path, limit: int, in_use: Callable[[], Collection[str]] = frozenset) -> None:
-        """``in_use`` tells the names of those that have to stay."""
+    def __init__(
+        self,
+        root: Path,
+        limit: int,
+        in_use: Callable[[], Collection[str]] = frozenset,
+        beside: "Images | None" = None,
+    ) -> None:
+        """``in_use`` tells the names of those that have to stay. ``beside``: another cache, whose images are these
+        here too once they are used.
+        """
         self._root = root
         self.limit = limit
         self._in_use = in_use
+        self._beside = beside
 
     def names(self) -> list[str]:
-        """Those that are there."""
+        """Those that are there, and beside."""
+        return sorted({*self._names(), *(self._beside.names() if self._beside is not None else ())})
+
+    def _names(self) -> list[str]:
         if not self._root.is_dir():
             return []
         found = (path for path in self._root.iterdir() if not path.name.startswith("."))
@@ -59,7 +71,7 @@ class Images:
     def get(self, name: str) -> tuple[Path, Image] | None:
         """Its root folder and what it says of itself; it counts as used now."""
         folder = self._root / image_name(name)
-        image = load(folder / "image.json", Image)
+        image = load(folder / "image.json", Image) or self._borrowed(name)
         if image is None:
             return None
         # The system's own stamps are too coarse to tell two uses apart.
@@ -67,10 +79,29 @@ class Images:
         os.utime(folder / "image.json", ns=(now, now))
         return folder / "rootfs", image
 
+    def _borrowed(self, name: str) -> Image | None:
+        """What is beside, made one of these: it stays whatever becomes of the other cache."""
+        found = self._beside.get(name) if self._beside is not None else None
+        if found is None:
+            return None
+        source, about = found
+
+        def fill(rootfs: Path, step: Told) -> None:
+            _apply(source, rootfs, step, link=True)
+
+        try:
+            image = self._add(name, fill, about, _not_told)
+        except FileNotFoundError:
+            return None
+        if source.is_dir():
+            return image
+        self.remove(name)  # it was being removed there, so this may be a part of it
+        return None
+
     def info(self) -> list[Stored]:
-        """All of them, by name."""
+        """All of its own, by name."""
         in_use = self._in_use()
-        return [one for name in self.names() if (one := self._stored(name, name in in_use)) is not None]
+        return [one for name in self._names() if (one := self._stored(name, name in in_use)) is not None]
 
     def _stored(self, name: str, in_use: bool) -> Stored | None:
         record = self._root / name / "image.json"
@@ -117,9 +148,9 @@ class Images:
             image = msgspec.structs.replace(about, size=size_of(beside / "rootfs"))
             self._fits(name, image.size)
             save(beside / "image.json", image)
+            self._make_room(image.size, name)
             if folder.exists():
                 self.remove(name)
-            self._make_room(image.size)
             beside.rename(folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -131,10 +162,14 @@ class Images:
                 f"image {name!r} holds {size} bytes or more; allowed are {self.limit} (sandbox.image_cache_mb)"
             )
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int, place_of: str) -> None:
+        """``place_of``: the name that it takes; one that has it now goes once there is room."""
+        self._idle(place_of)
         in_use = self._in_use()
         found = []
-        for name in self.names():
+        for name in self._names():
+            if name == place_of:
+                continue
             record = self._root / name / "image.json"
             image = load(record, Image)
             found.append((record.stat().st_mtime_ns, name, image.size if image is not None else 0))
@@ -189,8 +224,10 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _apply(layer: Path, rootfs: Path, step: Told) -> None:
-    """Put what a layer changes into a folder: overlay's whiteouts remove, opaque folders begin empty."""
+def _apply(layer: Path, rootfs: Path, step: Told, *, link: bool = False) -> None:
+    """Put what a layer changes into a folder: overlay's whiteouts remove, opaque folders begin empty. ``link``: files
+    are the layer's own, where both are on one disk.
+    """
     for top, names, files in os.walk(layer):
         below = rootfs / Path(top).relative_to(layer)
         if _opaque(top) and below.is_dir():
@@ -210,10 +247,20 @@ def _apply(layer: Path, rootfs: Path, step: Told) -> None:
             elif source.is_file() or source.is_symlink():
                 _delete(target)
                 step(found.st_size if source.is_file() and not source.is_symlink() else 0)
+                if link and _linked(source, target):
+                    continue
                 shutil.copy2(source, target, follow_symlinks=False)
                 os.chown(target, found.st_uid, found.st_gid, follow_symlinks=False)
                 if not source.is_symlink():
                     target.chmod(found.st_mode & 0o7777)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _opaque(folder: str) -> bool:

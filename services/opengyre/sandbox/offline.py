@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from opengyre.sandbox.machine import RUN
-from opengyre.tasks.shims import FOLDER, SHIMS
+from opengyre.tasks.shims import FOLDER, SHIMS, SITE, SITE_FOLDER
 
 TOOLS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "pytest-json-ctrf")
 
@@ -20,7 +20,7 @@ TOOLS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "pytest-json-
 def make(parent: Path) -> tuple[Path, list[str]]:
     """The folder, made below ``parent`` where it is not there; names of the tools that are not there. Blocks."""
     versions = {name: _version(name) for name in TOOLS}
-    content = repr((sorted(SHIMS.items()), sorted(versions.items())))
+    content = repr((sorted(SHIMS.items()), sorted(SITE.items()), sorted(versions.items())))
     folder = parent / f"offline-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     missing = [name for name, version in versions.items() if version is None]
     if folder.is_dir():
@@ -34,6 +34,10 @@ def make(parent: Path) -> tuple[Path, list[str]]:
         for name, text in SHIMS.items():
             (shims / name).write_text(text)
             (shims / name).chmod(0o755)
+        (beside / SITE_FOLDER).mkdir(mode=0o755)
+        for name, text in SITE.items():
+            (beside / SITE_FOLDER / name).write_text(text)
+            (beside / SITE_FOLDER / name).chmod(0o644)
         tools = beside / "tools"
         tools.mkdir(mode=0o755)
         for name in TOOLS:

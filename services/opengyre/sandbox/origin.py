@@ -46,21 +46,23 @@ def origin(environment: TaskEnvironment, images: Collection[str], *, stand_in: s
         raise InvalidRequest(
             f"environment.dockerfile cannot be replayed: {next(iter(plan.refused))}{more}; build it with Docker"
         )
-    here = _named(plan.base, images)
-    if here is None and (stand_in is None or stand_in not in images):
+    here = named(plan.base, images)
+    instead = named(stand_in, images) if stand_in is not None else None
+    if here is None and instead is None:
         allowed = ", ".join(sorted(images)[:10]) or "none yet"
+        other = f", and not {stand_in!r}" if stand_in is not None else ""
         raise InvalidRequest(
             f"environment wants the base {plan.base!r}, which is not on {node}; allowed are its images ({allowed}), or "
-            "any base where the setting sandbox.stand_in names one of these to take its place"
+            f"any base where the setting sandbox.stand_in names one of these{other} to take its place"
         )
     if here is not None:
         base = f"image {here}"
     else:
-        base = f"{'host root' if stand_in == HOST else f'image {stand_in}'} in place of {plan.base}"
-    return Origin(image=here or stand_in or HOST, plan=plan, sentence=base + _replayed(plan))
+        base = f"{'host root' if instead == HOST else f'image {instead}'} in place of {plan.base}"
+    return Origin(image=here or instead or HOST, plan=plan, sentence=base + _replayed(plan))
 
 
-def _named(base: str, images: Collection[str]) -> str | None:
+def named(base: str, images: Collection[str]) -> str | None:
     """The image of that name, with or without what a name leaves out."""
     plain = base.partition("@")[0].removeprefix("docker.io/").removeprefix("library/")
     full = plain if ":" in plain.rpartition("/")[2] else f"{plain}:latest"

@@ -9,6 +9,7 @@ Awaits: `run` waits for the stop; a handler waits for its work or the stop, whic
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,6 +81,7 @@ VERIFY_SECONDS = Histogram(
 REFUSED = Counter("gyre_sandbox_errors", "Calls that ended in an error, by kind", ["kind"])
 
 T = TypeVar("T")
+DOCKER_SOCKET = "/var/run/docker.sock"
 
 
 class SandboxService:
@@ -275,11 +277,25 @@ def docker_backend(root: Path, settings: SandboxSettings) -> Backend:
         ) from error
     return Docker(
         root,
-        socket=Path(settings.docker_socket),
+        socket=docker_socket(settings.docker_socket, os.environ.get("DOCKER_HOST")),
         image=settings.docker_image,
         binds=settings.bound(),
         spool_mb=settings.spool_mb,
     )
+
+
+def docker_socket(setting: str | None, host: str | None) -> Path:
+    """Where the engine is, as the setting says, else as Docker's own variable does; `CannotIsolateError` where that
+    names one of another machine. Pure.
+    """
+    if setting is not None or not host:
+        return Path(setting or DOCKER_SOCKET)
+    if not host.startswith("unix:///"):
+        raise CannotIsolateError(
+            f"DOCKER_HOST is {host[:200]!r}; allowed is unix:///..., as the engine has to be on this machine, or the "
+            "setting sandbox.docker_socket in its place"
+        )
+    return Path(host.removeprefix("unix://"))
 
 
 async def _cancelled(work: Awaitable[Any]) -> None:

@@ -101,7 +101,9 @@ class SandboxSettings(Section):
     backend: Literal["bubblewrap", "docker"] = Field(
         default="bubblewrap", description="docker needs an engine on this machine and the extra opengyre[docker]"
     )
-    docker_socket: str = Field(default="/var/run/docker.sock", pattern="^/", description="docker: the engine's socket")
+    docker_socket: str | None = Field(
+        default=None, pattern="^/", description="docker: the engine's; default: DOCKER_HOST, else /var/run/docker.sock"
+    )
     docker_image: str = Field(
         default="debian:bookworm-slim", description="docker: what a sandbox shows that names no image; it must be there"
     )

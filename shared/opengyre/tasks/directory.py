@@ -109,8 +109,18 @@ def read_task(path: Path) -> TaskDirectory:
     raise TaskError(f"{path} has neither task.toml (Harbor) nor task.yaml (Terminal-Bench 1); one of them is needed")
 
 
-def _text(path: Path) -> str:
+def _within(path: Path, task: Path) -> Path:
+    """The path itself, or what a link leads to; a task is what is in its directory, and nothing beside it."""
+    if path.resolve().is_relative_to(task.resolve()):
+        return path.resolve() if path.is_symlink() else path
+    raise TaskError(f"{path} leads to {path.resolve()}; allowed are links within the task")
+
+
+def _text(path: Path, task: Path) -> str:
     try:
+        path = _within(path, task)
+        if path.exists() and not path.is_file():
+            raise TaskError(f"{path} is no file; allowed is one with text")
         data = path.read_bytes()
         if len(data) > MAX_TEXT:
             raise TaskError(f"{path} has {len(data)} bytes; allowed are {MAX_TEXT}")
@@ -126,15 +136,15 @@ def ignored(context: Path | None) -> ignoring.Rules:
     for name in ignoring.NAMES if context is not None else ():
         assert context is not None
         if (context / name).is_file():
-            return ignoring.rules(_text(context / name), str(context / name))
+            return ignoring.rules(_text(context / name, context), str(context / name))
     return ()
 
 
 def _harbor(path: Path) -> TaskDirectory:
-    config = read_config(_text(path / "task.toml"), str(path / "task.toml"))
+    config = read_config(_text(path / "task.toml", path), str(path / "task.toml"))
     environment = config.environment
     _linux(path, "environment", environment)
-    context = path / "environment"
+    context = _within(path / "environment", path)
     text = None
     if environment.docker_image is None:
         text = _dockerfile(path, context, "environment")
@@ -159,11 +169,10 @@ def _linux(path: Path, where: str, environment: Environment) -> None:
 def _dockerfile(path: Path, context: Path, field: str) -> str:
     """Text of a folder's Dockerfile, which is there as no image is named."""
     if (context / "Dockerfile").is_file():
-        return _text(context / "Dockerfile")
+        return _text(context / "Dockerfile", path)
     compose = next((name for name in COMPOSE if (context / name).exists()), None)
     why = f"it has {compose}, of several containers, which is not run here" if compose else "there is none"
-    place = context.relative_to(path).as_posix()
-    raise TaskError(f"{path}: {place}/Dockerfile or {field}.docker_image is needed; {why}")
+    raise TaskError(f"{path}: {context.name}/Dockerfile or {field}.docker_image is needed; {why}")
 
 
 def _overlaid(whole: Model, own: Model | None) -> Model:
@@ -175,7 +184,7 @@ def _overlaid(whole: Model, own: Model | None) -> Model:
 
 def _step(task: Path, config: Config, step: Step | None) -> TaskStep:
     name = step.name if step is not None else ""
-    folder = task / "steps" / name if name else task
+    folder = _within(task / "steps" / name, task) if name else task
     said = step.verifier if step is not None else None
     verifier = _overlaid(config.verifier, said)
     if said is not None:
@@ -183,12 +192,12 @@ def _step(task: Path, config: Config, step: Step | None) -> TaskStep:
     separate = ((said.said if said is not None else None) or config.verifier.mode) == "separate"
     artifacts = (*config.artifacts, *(step.artifacts if step is not None else ()))
     own = _own(task, config, folder, verifier.environment, carries=bool(artifacts)) if separate else None
-    solution = folder / "solution"
+    solution = _within(folder / "solution", task)
     solvable = (solution / "solve.sh").is_file()
-    workdir = folder / "workdir"
+    workdir = _within(folder / "workdir", task)
     return TaskStep(
         name=name,
-        instruction=_text(folder / "instruction.md"),
+        instruction=_text(folder / "instruction.md", task),
         tests=_tests(task, folder, own),
         test_command=f"{TESTS}/test.sh",
         parser="rewards",
@@ -207,7 +216,8 @@ def _step(task: Path, config: Config, step: Step | None) -> TaskStep:
 
 def _tests(task: Path, folder: Path, own: VerifierEnvironment | None) -> tuple[tuple[str, Path], ...]:
     """The task's tests, then those of the step: its files take the place of the task's."""
-    folders = [path for path in dict.fromkeys((task / "tests", folder / "tests")) if path.is_dir()]
+    named = dict.fromkeys(_within(path / "tests", task) for path in (task, folder))
+    folders = [path for path in named if path.is_dir()]
     if own is not None and own.context in folders:
         return ()  # they were what the environment is made from, and it has what it took of them
     if not any((path / "test.sh").is_file() for path in folders):
@@ -221,7 +231,7 @@ def _own(
     task: Path, config: Config, folder: Path, said: Environment | None, *, carries: bool
 ) -> VerifierEnvironment | None:
     """The environment of a separate verifier. None: a copy of what the agent left, where nothing else is said."""
-    tests = folder / "tests" if (folder / "tests").is_dir() else task / "tests"
+    tests = _within((folder if (folder / "tests").is_dir() else task) / "tests", task)
     if said is not None:
         _linux(task, "verifier.environment", said)
         if said.docker_image is not None:
@@ -230,25 +240,25 @@ def _own(
             said=said, context=tests, dockerfile=_dockerfile(task, tests, "verifier.environment")
         )
     if (tests / "Dockerfile").is_file():
-        return VerifierEnvironment(said=config.environment, context=tests, dockerfile=_text(tests / "Dockerfile"))
+        return VerifierEnvironment(said=config.environment, context=tests, dockerfile=_text(tests / "Dockerfile", task))
     if not carries:
         return None
     if config.environment.docker_image is not None:
         return VerifierEnvironment(said=config.environment, context=None, dockerfile=None)
-    context = task / "environment"
+    context = _within(task / "environment", task)
     return VerifierEnvironment(
         said=config.environment, context=context, dockerfile=_dockerfile(task, context, "environment")
     )
 
 
 def _terminal_bench(path: Path) -> TaskDirectory:
-    found = read_bench_config(_text(path / "task.yaml"), str(path / "task.yaml"))
+    found = read_bench_config(_text(path / "task.yaml", path), str(path / "task.yaml"))
     for name in ("Dockerfile", "run-tests.sh"):
         if not (path / name).is_file():
             raise TaskError(f"{path / name} is not there; a task of Terminal-Bench 1 has it")
     tests = [("run-tests.sh", path / "run-tests.sh")]
     if (path / "tests").is_dir():
-        tests.append(("", path / "tests"))
+        tests.append(("", _within(path / "tests", path)))
     solution, solve = _bench_solution(path)
     step = TaskStep(
         name="",
@@ -269,7 +279,7 @@ def _terminal_bench(path: Path) -> TaskDirectory:
         config=Config(agent=step.agent, verifier=step.verifier),
         steps=(step,),
         context=path,
-        dockerfile=_text(path / "Dockerfile"),
+        dockerfile=_text(path / "Dockerfile", path),
     )
 
 
@@ -280,7 +290,7 @@ def _bench_solution(path: Path) -> tuple[tuple[tuple[str, Path], ...], str]:
         return (), ""
     place = path / "solution.yaml"
     try:
-        commands = yaml.safe_load(_text(place))
+        commands = yaml.safe_load(_text(place, path))
     except yaml.YAMLError as error:
         raise TaskError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(commands, list) or not all(

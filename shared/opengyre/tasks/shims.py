@@ -4,11 +4,31 @@ run without network. Pure: texts.
 A stand-in does nothing where what is asked for is there, and fails with a sentence where it is not: it never pretends
 that something was installed. ``apt-get`` and ``apt`` look for programs and packages of the base, ``curl`` and ``wget``
 answer only uv's installer, ``uv`` and ``uvx`` run programs and modules of the environment's Python, ``pip`` looks for
-its modules. Where ``GYRE_TOOLS`` names a folder of Python modules, these count as the environment's, after its own.
+its modules, ``pytest`` is the environment's or runs the module. Where ``GYRE_TOOLS`` names a folder of Python modules,
+these count as the environment's, after its own: `SITE` on PYTHONPATH puts them at the end of every Python's path.
 """
 
 FOLDER = "shims"
 """Where they are, below the folder that holds what is ours in an environment."""
+SITE_FOLDER = "site"
+"""Beside it: what every Python of a program of the task reads first."""
+SITE = {
+    "sitecustomize.py": """\
+# What the environment has comes first, then the tools; its own module of this name is read as well.
+import os, sys
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
+tools = os.environ.get("GYRE_TOOLS")
+if tools and os.path.isdir(tools) and tools not in sys.path:
+    sys.path.append(tools)
+sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize
+except ImportError:
+    pass
+""",
+}
+"""Name -> text of a module."""
 
 _APT = r"""#!/bin/sh
 # apt-get without a network: what is there counts as installed.
@@ -170,7 +190,24 @@ done
 exit 0
 """
 
+_PYTEST = r"""#!/bin/sh
+# pytest: the environment's own program; else the module of its Python, which the tools have.
+here=$(dirname "$0")
+old=$IFS; IFS=:
+for folder in $PATH; do
+  [ "$folder" != "$here" ] && [ -x "$folder/pytest" ] && IFS=$old && exec "$folder/pytest" "$@"
+done
+IFS=$old
+# As the program does and `python3 -m pytest` does not: the current folder is none of Python's.
+exec python3 -c 'import sys
+sys.path.pop(0)
+sys.argv[0] = "pytest"
+import pytest
+sys.exit(pytest.main())' "$@"
+"""
+
 SHIMS = {
     "apt-get": _APT, "apt": _APT, "curl": _CURL, "wget": _CURL, "uv": _UV, "uvx": _UVX, "pip": _PIP, "pip3": _PIP,
+    "pytest": _PYTEST,
 }  # fmt: skip
 """Name -> text of an executable file."""
