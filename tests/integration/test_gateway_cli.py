@@ -26,6 +26,7 @@ from opengyre.proto.task import TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, RunFinished, UpdateStats
 from opengyre.shared.bus import Bucket, Bus, read
 from support import eventually
+from support.foreign_tasks import harbor
 from support.gateway_cli import Gyre, gyre_on
 from support.gateway_fakes import FakeAllocator, log_of
 
@@ -74,6 +75,18 @@ async def test_a_directory_of_tasks_is_submitted_in_order_and_read_again(gyre: G
     assert "[ -f a ]" in await gyre.shown("task", "show", "from-toml")
     assert (await gyre.json("task", "show", "line-1", "--run", "demo"))["spec"]["task"] == "line-1"
     assert "no task nope in run demo" in await gyre.refused("task", "show", "nope")
+
+
+async def test_the_network_of_a_task_comes_through_the_gateway(gyre: Gyre, tmp_path: Path) -> None:
+    """The API refused it as a field that it does not know, and with it each directory of Harbor."""
+    toml = (
+        'schema_version = "1.4"\n[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["*.a.org", "10.0.0.1"]\n'
+    )
+    task = harbor(tmp_path / "listed", task_DOT_toml=toml)
+    await run_there(gyre)
+    await gyre.json("task", "submit", str(task), "--run", "demo")
+    environment = (await gyre.json("task", "show", "listed", "--run", "demo"))["spec"]["environment"]
+    assert (environment["network"], environment["allowed_hosts"]) == ("allowlist", ["*.a.org", "10.0.0.1"])
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ class EnvironmentIn(Input):
     memory_mb: int | None = None
     storage_mb: int | None = None
     healthcheck: HealthcheckIn | None = None
+    network: Literal["none", "allowlist"] = "none"
+    allowed_hosts: list[str] = Field(default=[], description="of an allowlist: names, *.name, addresses, networks")
 
 
 class ArtifactIn(Input):
