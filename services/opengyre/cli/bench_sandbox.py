@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from opengyre.cli.bench_facts import Spread, spread
+from opengyre.cli.bench_processes import process
 from opengyre.cli.bench_sandbox_rows import Client, Crowd, Files, Idle, Latency, crowd, files, idle, latency
 from opengyre.cli.client import JsonOption, console, show_json
 from opengyre.cli.stack import StackError
@@ -35,7 +36,6 @@ from opengyre.shared.settings import load
 PARTS = ("latency", "crowds", "files", "idle", "docker")
 NODE = "bench"
 AIMS_MS = {"start": 40.0, "exec": 8.0}
-END_S = 30.0
 DOCKER_S = 60.0
 errors = Console(stderr=True, highlight=False)
 
@@ -167,30 +167,13 @@ async def service(most: int) -> AsyncIterator[tuple[Bus, Path, int]]:
     }
     try:
         nats = embedded.nats_command(folder / "nats", port)
-        async with _process(nats, environment, folder / "nats.log"), Bus(url, "bench") as bus:
+        async with process(nats, environment, folder / "nats.log"), Bus(url, "bench") as bus:
             await bootstrap(bus)
             command = [sys.executable, "-m", "opengyre.sandbox"]
-            async with _process(command, environment, folder / "sandbox.log") as pid:
+            async with process(command, environment, folder / "sandbox.log") as pid:
                 yield bus, folder, pid
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-@contextlib.asynccontextmanager
-async def _process(command: list[str], environment: dict[str, str], log: Path) -> AsyncIterator[int]:
-    with log.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=out, stderr=out)
-    try:
-        yield process.pid
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(END_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 async def docker(image: str | None, starts: int, execs: int) -> Docker:

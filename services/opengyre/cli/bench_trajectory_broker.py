@@ -7,17 +7,17 @@ Awaits: the server's port, the replica's events and the broker's answers, each w
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import msgspec
 
+from opengyre.cli.bench_processes import process
 from opengyre.cli.bench_trajectory_events import RUN, group
 from opengyre.cli.bench_trajectory_load import Shape
 from opengyre.proto import codec, subjects
@@ -69,23 +69,6 @@ class BrokerRow(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
 
 
-@contextlib.asynccontextmanager
-async def _process(command: list[str], environment: dict[str, str], log: Path) -> AsyncIterator[None]:
-    with log.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=out, stderr=out)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(15):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-
 async def measure(groups: int, size: int) -> BrokerRow:
     """Raises `TimeoutError` when a group is not scored within `STALL_S`."""
     folder = Path(tempfile.mkdtemp(prefix="gyre-bench-trajectory-"))
@@ -96,11 +79,11 @@ async def measure(groups: int, size: int) -> BrokerRow:
         environment = {
             **os.environ, "GYRE_BUS__URL": url, "GYRE_STATE_DIR": str(folder / "state"), "GYRE_LOG__LEVEL": "warning",
         }  # fmt: skip
-        server = _process(embedded.nats_command(folder / "nats", port), environment, folder / "nats.log")
+        server = process(embedded.nats_command(folder / "nats", port), environment, folder / "nats.log")
         replica = [sys.executable, "-m", "opengyre.trajectory"]
         async with server, Bus(url, "bench") as bus:
             await bootstrap(bus)
-            async with _process(replica, environment, folder / "trajectory.log"):
+            async with process(replica, environment, folder / "trajectory.log"):
                 return await _run(bus, logs)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

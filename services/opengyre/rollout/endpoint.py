@@ -24,6 +24,7 @@ from opengyre.proto.traj import Call
 from opengyre.rollout import anthropic, completions, openai
 from opengyre.rollout.ask import LANE_HEADER, ApiError, Ask, check
 from opengyre.rollout.recorder import Recorder
+from opengyre.rollout.spans import HEADER, spans, stage, written
 from opengyre.rollout.streams import events, first_news, head_of, token_texts
 
 MAX_BODY = 8 << 20
@@ -176,25 +177,32 @@ async def _count(recorder: Recorder, request: Request) -> Response:
 
 
 async def _ask(dialect: Dialect, recorder: Recorder, request: Request) -> Response:
+    with spans() as found:
+        with stage("parse"):
+            ask = _asked(dialect, recorder, request, await _body(request))
+        if ask.stream:
+            choices = await recorder.begin(ask)
+            await first_news(choices, live=recorder.dispatch.harness.streams == "live")
+            stream = dialect.stream(head_of(recorder, choices), ask.usage)
+            said = events(recorder, ask, choices, stream, dialect.waiting, dialect.stream_error)
+            return StreamingResponse(said, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        calls = await recorder.answer(ask)
+        with stage("write"):
+            heard = None
+            if ask.logprobs:
+                heard = [token_texts(recorder.renderer, call.sampled_ids, call.logprobs) for call in calls]
+            body = dialect.completion(calls, recorder.dispatch.run, heard)
+        return _json(body, headers={HEADER: written(found)})
+
+
+def _asked(dialect: Dialect, recorder: Recorder, request: Request, body: bytes) -> Ask:
     lane = _lane(recorder, request.headers.get(LANE_HEADER))
     salt = request.headers.get("idempotency-key", "")
     if lane is not None:
         salt = f"lane {lane} {salt}"
     elif recorder.step:
         salt = f"step {recorder.step} {salt}"
-    ask = dialect.parse(await _body(request), salt)
-    ask = dataclasses.replace(ask, lane=lane)
-    if ask.stream:
-        choices = await recorder.begin(ask)
-        await first_news(choices, live=recorder.dispatch.harness.streams == "live")
-        stream = dialect.stream(head_of(recorder, choices), ask.usage)
-        said = events(recorder, ask, choices, stream, dialect.waiting, dialect.stream_error)
-        return StreamingResponse(said, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    calls = await recorder.answer(ask)
-    heard = None
-    if ask.logprobs:
-        heard = [token_texts(recorder.renderer, call.sampled_ids, call.logprobs) for call in calls]
-    return _json(dialect.completion(calls, recorder.dispatch.run, heard))
+    return dataclasses.replace(dialect.parse(body, salt), lane=lane)
 
 
 def _lane(recorder: Recorder, value: str | None) -> int | None:

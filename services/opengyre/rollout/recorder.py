@@ -36,6 +36,7 @@ from opengyre.rollout.prompt import Prompt, Renderer, fewest_tokens, prompt_of, 
 from opengyre.rollout.reading import ends_of, read
 from opengyre.rollout.router import QUIET_S, Completion, Generation, Router
 from opengyre.rollout.shell import most_calls
+from opengyre.rollout.spans import stage
 from opengyre.rollout.speech import Watch
 from opengyre.shared import metrics
 from opengyre.shared.bus import FencedError
@@ -118,7 +119,9 @@ class Recorder:
             return self._choices(ask, None)
         async with self._beginning:
             self._missing(ask)
-            return self._choices(ask, await self._prompt(ask) if self._new(ask) else None)
+            with stage("render"):
+                prompt = await self._prompt(ask) if self._new(ask) else None
+            return self._choices(ask, prompt)
 
     def _choices(self, ask: Ask, prompt: Prompt | None) -> list[Call | Live]:
         """`prompt`: of those that are new."""
@@ -282,6 +285,18 @@ class Recorder:
         self, number: int, ask: Ask, choice: int, prompt: Prompt, whole: Completion, duration_s: float
     ) -> Call:
         assert whole.finish != "abort"
+        with stage("read"):
+            fields = self._fields(number, ask, choice, prompt, whole, duration_s)
+        with stage("append"):
+            stored = await self.record(Call, **fields)
+        assert isinstance(stored, Call)
+        TRANSITIONS.labels(prompt.transition).inc()
+        return stored
+
+    def _fields(
+        self, number: int, ask: Ask, choice: int, prompt: Prompt, whole: Completion, duration_s: float
+    ) -> dict[str, Any]:
+        """Of the recorded call."""
         name = f"c{number:04d}"
         said = read(ask, whole, prompt.tokens[len(prompt.tokens) - prompt.forced :], self.renderer)
         done, text, content = said.kept, said.text, said.content
@@ -289,7 +304,7 @@ class Recorder:
             ToolCall(id=f"call_{name}_{place}", name=function, arguments=arguments)
             for place, (function, arguments) in enumerate(said.calls)
         )
-        fields: dict[str, Any] = {
+        return {
             "call": name,
             "turn": number,
             "request_digest": ask.digest,
@@ -317,10 +332,6 @@ class Recorder:
             "forced": prompt.forced,
             "lane": ask.lane,
         }
-        stored = await self.record(Call, **fields)
-        assert isinstance(stored, Call)
-        TRANSITIONS.labels(prompt.transition).inc()
-        return stored
 
     async def park(self) -> None:
         """The first parked call suspends the episode."""

@@ -39,6 +39,7 @@ from opengyre.rollout.engine import (
     generate,
     recall,
 )
+from opengyre.rollout.spans import add, stage
 from opengyre.shared import metrics
 from opengyre.shared.bus import View
 from opengyre.shared.waits import Waits
@@ -157,7 +158,8 @@ class Router:
         tries = 0
         prefer = call.prefer
         while True:
-            host, waited = await self._place(call, prefer, parking)
+            with stage("route"):
+                host, waited = await self._place(call, prefer, parking)
             tries += 1
             done = replace(done, parked_s=done.parked_s + waited)
             request = GenerateRequest(
@@ -171,6 +173,7 @@ class Router:
             )
             received = Received(call.hear)
             self._requests.setdefault(host.host, {})[request.request_id] = call.run
+            asked = clock()
             try:
                 part = await self._ask(host, request, received)
             except NotServedError as error:
@@ -188,6 +191,8 @@ class Router:
                 recalled = request.request_id in self._recalled
                 self._recalled.discard(request.request_id)
             now = clock()
+            add("engine", part.engine_s)
+            add("host", max(0.0, now - asked - part.engine_s))
             if stopped is not None:
                 idle_s = max(0.0, now - stopped - part.engine_s - (done.parked_s - parked_before))
                 metrics.MOVE_SECONDS.observe(idle_s)

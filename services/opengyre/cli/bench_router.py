@@ -1,0 +1,177 @@
+"""`gyre bench router`: what proxy, router and record add to a call, beside a direct call to the same engine.
+
+Blocks of the ways alternate, so that whatever else the machine does hits all of them.
+
+Awaits: executions' agents to run and to have ended, calls' answers, all bounded.
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal
+
+import aiohttp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from opengyre.cli.bench_facts import Spread
+from opengyre.cli.bench_processes import processor_s
+from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
+from opengyre.cli.bench_router_stack import CONTEXT, RUN, Where, dispatch, stack
+from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, ways
+from opengyre.cli.client import JsonOption, console, number, show_json
+from opengyre.cli.sim_views import narrow
+from opengyre.cli.stack import StackError
+from opengyre.proto import ids, subjects
+from opengyre.shared.vllm import VllmMissingError, interpreter
+
+errors = Console(stderr=True, highlight=False)
+Engine = Literal["tiny", "emulated", "vllm"]
+WARM_CALLS = 3
+PROMPT = 60
+"""Tokens that a turn adds to the prompt, about."""
+
+
+def register(bench: typer.Typer) -> None:
+    bench.command("router")(router)
+
+
+def router(
+    engine: Annotated[Engine, typer.Option(help="Of the host that is asked.")] = "emulated",
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Blocks of each way at each concurrency.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, max=100, help="Calls of a conversation, of which one is a block's.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, max=1024, help="That a call samples at most.")] = 32,
+    concurrency: Annotated[str, typer.Option(help="Conversations side by side; comma-separated.")] = "1,8,32",
+    json: JsonOption = False,
+) -> None:
+    """Measure what proxy, router and record add to a model call, and where the time goes.
+
+    Example: gyre bench router --engine tiny --json
+    """
+    try:
+        levels = sorted({int(level) for level in concurrency.split(",")})
+    except ValueError as error:
+        raise StackError(f"--concurrency is {concurrency!r}; allowed are whole numbers") from error
+    if not all(1 <= level <= 64 for level in levels):
+        raise StackError(f"--concurrency is {concurrency!r}; allowed are numbers from 1 to 64")
+    if turns * (tokens + PROMPT) > CONTEXT:
+        most = CONTEXT // (tokens + PROMPT)
+        raise StackError(f"--turns is {turns}; with --tokens {tokens} allowed are up to {most}")
+    if engine == "vllm":
+        try:
+            interpreter(os.environ.get("GYRE_HOST__VLLM_PYTHON"))
+        except VllmMissingError as error:
+            raise StackError(str(error)) from error
+    try:
+        found = asyncio.run(_measure(engine, rounds, turns, tokens, levels))
+    except TimeoutError as error:
+        raise StackError("the services were not ready, or an execution did not end, in time") from error
+    except TalkError as error:
+        raise StackError(str(error)) from error
+    except KeyboardInterrupt:
+        errors.print("stopped; nothing runs any more")
+        raise typer.Exit(130) from None
+    if json:
+        show_json(found)
+    else:
+        _show(found)
+
+
+async def _measure(engine: Engine, rounds: int, turns: int, tokens: int, levels: Sequence[int]) -> Facts:
+    connector = aiohttp.TCPConnector(limit=0)
+    bound = aiohttp.ClientTimeout(total=BOUND_S)
+    async with (
+        stack(engine, max(levels)) as where,
+        aiohttp.ClientSession(connector=connector, timeout=bound) as session,
+    ):
+        bench = _Bench(where, session, tokens)
+        chosen = ways(where, vllm=engine == "vllm")
+        for way, begin in chosen.items():
+            await bench.block(way, begin, max(levels), WARM_CALLS)
+        blocks = []
+        for level in levels:
+            for turn in range(rounds):
+                errors.print(f"{level} at a time: round {turn + 1} of {rounds}", markup=False)
+                # The order alternates as well: a machine that becomes busier favours neither.
+                order = list(chosen.items())
+                for way, begin in order if turn % 2 == 0 else reversed(order):
+                    blocks.append(await bench.block(way, begin, level, turns))
+    return facts(engine, len(os.sched_getaffinity(0)), blocks)
+
+
+class _Bench:
+    def __init__(self, where: Where, session: aiohttp.ClientSession, tokens: int) -> None:
+        self._where = where
+        self._session = session
+        self._tokens = tokens
+        self._numbers = itertools.count()
+
+    async def block(self, way: str, begin: Way, concurrency: int, turns: int) -> Block:
+        """One conversation of each of so many clients."""
+        if way == "via":
+            async with self._executions(concurrency, turns) as names:
+                return await self._talk(way, begin, names, turns)
+        # Named as executions are, so that prompts are as long.
+        names = [ids.execution_id(ids.group_id(RUN, next(self._numbers)), 0) for _ in range(concurrency)]
+        return await self._talk(way, begin, names, turns)
+
+    @asynccontextmanager
+    async def _executions(self, count: int, turns: int) -> AsyncIterator[list[str]]:
+        """Executions whose agents run. Raises `TimeoutError`."""
+        dispatches = [dispatch(next(self._numbers), turns, self._tokens) for _ in range(count)]
+        names = [one.execution for one in dispatches]
+        for one in dispatches:
+            await self._where.bus.publish(subjects.episode_dispatch(one.run), one)
+        await self._where.sandboxes.running(names, count=count)
+        yield names
+        await self._where.sandboxes.end(names)
+
+    async def _talk(self, way: str, begin: Way, names: Sequence[str], turns: int) -> Block:
+        talks = [begin(self._session, name, self._tokens) for name in names]
+
+        async def talk(number: int) -> list[Turn]:
+            return [await talks[number].turn() for _ in range(turns)]
+
+        before = self._taken()
+        began = time.perf_counter()
+        found = await asyncio.gather(*(talk(number) for number in range(len(talks))))
+        seconds = time.perf_counter() - began
+        taken = {name: after - before[name] for name, after in self._taken().items()}
+        return Block(way, len(names), seconds, tuple(turn for of in found for turn in of), taken)
+
+    def _taken(self) -> dict[str, float]:
+        return {name: processor_s(pids) for name, pids in self._where.processes.items()}
+
+
+def _show(found: Facts) -> None:
+    shown = narrow("at a time", "", "median +ms", "99th +ms", "around the engine ms", "throughput", "pairs")
+    for row in found.overheads:
+        low, middle, high = row.pairs
+        shown.add_row(
+            str(row.concurrency), "", number(row.median_ms), number(row.p99_ms), _both(row.around_engine),
+            number(row.throughput_ratio, 3), f"{low:g} {middle:g} {high:g}",
+        )  # fmt: skip
+    shown.caption = f"via beside direct; aims: median +{found.aim_median_ms:g} ms, {found.aim_throughput_ratio:g}"
+    console.print(shown)
+    stages = narrow("stage", "", "alone ms", "crowded ms")
+    for stage in found.stages:
+        stages.add_row(stage.name, "", _both(stage.alone), _both(stage.crowded))
+    stages.caption = "median / 99th percentile"
+    console.print(stages)
+    names = list(found.rows[0].processor_ms)
+    rows = Table("at a time", "way", "calls", "prompt", "sampled", "ms", "tokens/s", *names)
+    for row in found.rows:
+        rows.add_row(
+            str(row.concurrency), row.way, str(row.calls), number(row.prompt_tokens, 0), number(row.sampled_tokens, 1),
+            _both(row.call), number(row.tokens_per_s, 0), *(number(row.processor_ms[name], 1) for name in names),
+        )  # fmt: skip
+    rows.caption = "the last columns: processor milliseconds of a call"
+    console.print(rows)
+
+
+def _both(spread: Spread) -> str:
+    return "-" if spread.median_ms is None else f"{spread.median_ms:g} / {spread.p99_ms:g}"

@@ -1,0 +1,267 @@
+"""What `gyre bench router` measures: an engine's host, the rollout service and a broker, each a process of its own.
+
+Executions run an agent that is a program; the program is this process, and so is their sandbox, which only says that it
+runs. So nothing but model calls is done.
+
+Awaits: the services' readiness and each execution's agent, `READY_S` at most.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from opengyre.chat.open import open_renderer
+from opengyre.cli.bench_processes import child_running, of_session, process
+from opengyre.proto import ids, subjects
+from opengyre.proto.episode import EpisodeDispatch
+from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.run import Harness, RunSpec, Scoring
+from opengyre.proto.sandbox import (
+    CheckResult,
+    DestroyRequest,
+    DestroyResult,
+    ExecRequest,
+    ExecResult,
+    ForwardRequest,
+    ForwardResult,
+    RenewRequest,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+    StatRequest,
+    VerifyRequest,
+    VerifyResult,
+)
+from opengyre.proto.service import ServiceStatus
+from opengyre.proto.task import Check, TaskSpec
+from opengyre.proto.weights import WeightsPublished
+from opengyre.rollout.endpoint import Endpoints, load_secret
+from opengyre.rollout.prompt import Renderer
+from opengyre.shared import embedded
+from opengyre.shared.bus import Bucket, Bus, Endpoint, bootstrap, serving
+
+RUN = "bench"
+NODE = "bench"
+CONTEXT = 4096
+READY_S = 300.0
+TEXT = "read the file, say what it holds, and go on with the next one until all of them have been looked at"
+
+
+@dataclass(frozen=True)
+class Where:
+    """`processes`: name -> process ids. `engine`: URL of the engine's own endpoint, and the model's name there."""
+
+    bus: Bus
+    sandboxes: "Sandboxes"
+    endpoints: Endpoints
+    renderer: Renderer
+    rollout: str
+    host: str
+    engine: str
+    model: str
+    processes: Mapping[str, Sequence[int]]
+
+
+class Sandboxes:
+    """A node whose programs run until they are told to end."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._running: dict[str, tuple[str, asyncio.Event]] = {}
+        self._gone: set[str] = set()
+        self._changed = asyncio.Condition()
+
+    async def running(self, executions: Sequence[str], *, count: int) -> None:
+        """Wait until so many of them run their program."""
+        async with asyncio.timeout(READY_S), self._changed:
+            await self._changed.wait_for(lambda: sum(name in self._running for name in executions) == count)
+
+    async def end(self, executions: Sequence[str]) -> None:
+        """End their programs, and wait until they have ended themselves."""
+        for name in executions:
+            self._running[name][1].set()
+        async with asyncio.timeout(READY_S), self._changed:
+            await self._changed.wait_for(lambda: self._gone.issuperset(executions))
+
+    async def _create(self, spec: SandboxSpec) -> SandboxRef:
+        return SandboxRef(sandbox=spec.sandbox, node=NODE, isolated=True, expires_in_s=spec.ttl_s)
+
+    async def _execute(self, request: ExecRequest) -> ExecResult:
+        over = asyncio.Event()
+        async with self._changed:
+            self._running[request.sandbox] = (request.exec_id, over)
+            self._changed.notify_all()
+        try:
+            await over.wait()
+        finally:
+            async with self._changed:
+                del self._running[request.sandbox]
+                self._changed.notify_all()
+        return ExecResult(
+            exec_id=request.exec_id, exit_code=0, stdout="", stderr="", stdout_bytes=0, stderr_bytes=0,
+            stdout_truncated=False, stderr_truncated=False, timed_out=False, duration_s=0.0, isolated=True,
+        )  # fmt: skip
+
+    async def _verify(self, request: VerifyRequest) -> VerifyResult:
+        parts = tuple(CheckResult(name=check.name, passed=1.0, weight=check.weight) for check in request.checks)
+        return VerifyResult(verify_id=request.verify_id, parts=parts, passed=len(parts), total=len(parts), valid=True)
+
+    async def _renew(self, request: RenewRequest) -> SandboxRef:
+        return SandboxRef(sandbox=request.sandbox, node=NODE, isolated=True)
+
+    async def _forward(self, request: ForwardRequest) -> ForwardResult:
+        return ForwardResult(port=request.port)
+
+    async def _stat(self, request: StatRequest) -> SandboxInfo:
+        held = self._running.get(request.sandbox)
+        running = () if held is None else (held[0],)
+        return SandboxInfo(
+            sandbox=request.sandbox, node=NODE, owner="", labels={}, isolated=True, age_s=0.0, expires_in_s=60.0,
+            execs=len(running), running=running,
+        )  # fmt: skip
+
+    async def _destroy(self, request: DestroyRequest) -> DestroyResult:
+        async with self._changed:
+            self._gone.add(request.sandbox)
+            self._changed.notify_all()
+        return DestroyResult(sandbox=request.sandbox, existed=True)
+
+    @contextlib.asynccontextmanager
+    async def up(self) -> AsyncIterator["Sandboxes"]:
+        own = {
+            "exec": Endpoint(ExecRequest, self._execute),
+            "verify": Endpoint(VerifyRequest, self._verify),
+            "renew": Endpoint(RenewRequest, self._renew),
+            "forward": Endpoint(ForwardRequest, self._forward),
+            "stat": Endpoint(StatRequest, self._stat),
+            "destroy": Endpoint(DestroyRequest, self._destroy),
+        }
+        async with (
+            serving(self._bus, "sandbox", "any", {"create": Endpoint(SandboxSpec, self._create)}),
+            serving(self._bus, "sandbox", NODE, own),
+        ):
+            try:
+                yield self
+            finally:
+                for _, over in self._running.values():
+                    over.set()
+
+
+def dispatch(number: int, calls: int, tokens: int) -> EpisodeDispatch:
+    """An execution that makes so many calls of so many tokens each."""
+    group = ids.group_id(RUN, number)
+    execution = ids.execution_id(group, 0)
+    return EpisodeDispatch(
+        run=RUN, group=group, execution=execution, members=(execution,), version=0, seed=number,
+        task=TaskSpec(
+            task=f"t{number}", instruction="talk", checks=(Check(name="talked", command="true", weight=1.0),)
+        ),
+        harness=Harness(
+            agent="program", program="talk", max_turns=calls + 1, max_tokens=tokens, context_tokens=CONTEXT,
+            time_budget_s=3600.0,
+        ),
+        scoring=Scoring(grading="shared"),
+        min_members=1,
+    )  # fmt: skip
+
+
+def _make_version(folder: Path) -> WeightsPublished:
+    """Version 0 of a small policy that was never trained, and the run's model directory."""
+    from opengyre.tiny.checkpoint import save_pretrained
+    from opengyre.tiny.config import TinyConfig
+    from opengyre.tiny.model import TinyModel
+    from opengyre.tiny.tokenizer import TinyTokenizer
+    from opengyre.weights.write import version_directory, write_version
+
+    directory = folder / "model"
+    directory.mkdir()
+    tokenizer = TinyTokenizer.train([TEXT], 400)
+    tokenizer.save(directory)
+    config = TinyConfig(
+        tokenizer.vocab_size, max_position_embeddings=CONTEXT, bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.end_id,
+    )  # fmt: skip
+    model = TinyModel(config, 0)
+    save_pretrained(model, directory)
+    extra = {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".json"}
+    manifest = write_version(
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+        version_directory(folder / "state" / "weights" / RUN, 0),
+        run=RUN, version=0, parent=None, step=0, extra=extra,
+    )  # fmt: skip
+    return WeightsPublished(run=RUN, manifest=manifest)
+
+
+@contextlib.asynccontextmanager
+async def stack(engine: str, most: int) -> AsyncIterator[Where]:
+    """Everything, ready, for up to `most` executions at a time. Raises `TimeoutError` where it does not become so."""
+    folder = Path(tempfile.mkdtemp(prefix="gyre-bench-router-"))
+    port = embedded.free_port()
+    url = f"nats://127.0.0.1:{port}"
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GYRE_BUS__URL": url,
+        "GYRE_STATE_DIR": str(folder / "state"),
+        "GYRE_LOG__LEVEL": "warning",
+        "GYRE_ROLLOUT__MAX_EPISODES": str(2 * most),
+        "GYRE_HOST__ENGINE": engine,
+        "GYRE_HOST__CAPACITY": str(most),
+        "GYRE_HOST__TOKENS_PER_S": "100",
+        "GYRE_HOST__DRY_SWITCH": "false",
+        "GYRE_HOST__VLLM_CONTEXT": str(CONTEXT),
+    }
+    python = [sys.executable, "-m"]
+    try:
+        published = await asyncio.to_thread(_make_version, folder)
+        nats = process(embedded.nats_command(folder / "nats", port), environment, folder / "nats.log")
+        async with nats as broker, Bus(url, "bench") as bus, Sandboxes(bus).up() as sandboxes:
+            await bootstrap(bus)
+            await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, RunSpec(run=RUN, model=str(folder / "model")))
+            await bus.publish(subjects.weights(RUN, "published"), published)
+            async with (
+                process([*python, "opengyre.host"], environment, folder / "host.log") as host,
+                process([*python, "opengyre.rollout"], environment, folder / "rollout.log") as rollout,
+            ):
+                host_url, rollout_url = await _ready(bus)
+                processes = {"broker": [broker], "rollout": [rollout], "host": [host], "client": [os.getpid()]}
+                where = Where(
+                    bus, sandboxes, Endpoints(load_secret(folder / "state")),
+                    await asyncio.to_thread(open_renderer, folder / "model"), rollout_url, host_url, host_url, RUN,
+                    processes,
+                )  # fmt: skip
+                yield _with_vllm(where, host) if engine == "vllm" else where
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _with_vllm(where: Where, host: int) -> Where:
+    """vLLM's own server is the engine."""
+    found = child_running(host, "gyre_vllm_launch")
+    assert found is not None, "its host serves, so it runs"
+    server, command = found
+    port = command[len(command) - 1 - command[::-1].index("--port") + 1]
+    processes = {**where.processes, "vllm": of_session(server)}
+    return replace(where, engine=f"http://127.0.0.1:{port}", model="policy", processes=processes)
+
+
+async def _ready(bus: Bus) -> tuple[str, str]:
+    """URLs of the host and of the rollout service."""
+    async with (
+        asyncio.timeout(READY_S),
+        Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts,
+        Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as services,
+    ):
+        while not any(status.state is HostState.ROLLOUT for status in hosts.values.values()):
+            await hosts.changed(1.0)
+        while True:
+            for status in services.values.values():
+                if status.service == "rollout" and status.ready:
+                    return next(iter(hosts.values.values())).url, status.url
+            await services.changed(1.0)
