@@ -22,7 +22,7 @@ from opengyre.cli.bench_facts import Spread
 from opengyre.cli.bench_processes import processor_s
 from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
 from opengyre.cli.bench_router_stack import CONTEXT, RUN, Where, dispatch, stack
-from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, ways
+from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, lengths, ways
 from opengyre.cli.client import JsonOption, console, number, show_json
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
@@ -44,7 +44,7 @@ def router(
     engine: Annotated[Engine, typer.Option(help="Of the host that is asked.")] = "emulated",
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Blocks of each way at each concurrency.")] = 8,
     turns: Annotated[int, typer.Option(min=1, max=100, help="Calls of a conversation, of which one is a block's.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, max=1024, help="That a call samples at most.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, max=1024, help="That a call samples, on average.")] = 32,
     concurrency: Annotated[str, typer.Option(help="Conversations side by side; comma-separated.")] = "1,8,32",
     json: JsonOption = False,
 ) -> None:
@@ -58,8 +58,8 @@ def router(
         raise StackError(f"--concurrency is {concurrency!r}; allowed are whole numbers") from error
     if not all(1 <= level <= 64 for level in levels):
         raise StackError(f"--concurrency is {concurrency!r}; allowed are numbers from 1 to 64")
-    if turns * (tokens + PROMPT) > CONTEXT:
-        most = CONTEXT // (tokens + PROMPT)
+    if turns * (2 * tokens + PROMPT) > CONTEXT:
+        most = CONTEXT // (2 * tokens + PROMPT)
         raise StackError(f"--turns is {turns}; with --tokens {tokens} allowed are up to {most}")
     if engine == "vllm":
         try:
@@ -122,7 +122,7 @@ class _Bench:
     @asynccontextmanager
     async def _executions(self, count: int, turns: int) -> AsyncIterator[list[str]]:
         """Executions whose agents run. Raises `TimeoutError`."""
-        dispatches = [dispatch(next(self._numbers), turns, self._tokens) for _ in range(count)]
+        dispatches = [dispatch(next(self._numbers), turns, 2 * self._tokens) for _ in range(count)]
         names = [one.execution for one in dispatches]
         for one in dispatches:
             await self._where.bus.publish(subjects.episode_dispatch(one.run), one)
@@ -131,14 +131,14 @@ class _Bench:
         await self._where.sandboxes.end(names)
 
     async def _talk(self, way: str, begin: Way, names: Sequence[str], turns: int) -> Block:
-        talks = [begin(self._session, name, self._tokens) for name in names]
+        talks = [begin(self._session, name) for name in names]
 
-        async def talk(number: int) -> list[Turn]:
-            return [await talks[number].turn() for _ in range(turns)]
+        async def talk(client: int) -> list[Turn]:
+            return [await talks[client].turn(length) for length in lengths(self._tokens, client, turns)]
 
         before = self._taken()
         began = time.perf_counter()
-        found = await asyncio.gather(*(talk(number) for number in range(len(talks))))
+        found = await asyncio.gather(*(talk(client) for client in range(len(talks))))
         seconds = time.perf_counter() - began
         taken = {name: after - before[name] for name, after in self._taken().items()}
         return Block(way, len(names), seconds, tuple(turn for of in found for turn in of), taken)

@@ -1,10 +1,12 @@
 """Conversations with an engine, by each of the ways that `gyre bench router` compares.
 
-A turn says something new and goes on with what was answered. By token ids the client keeps the tokens itself; through
+A turn says something new and goes on with what was answered; turns are of different lengths, the same ones by each way,
+since agents do not walk in step. By token ids the client keeps the tokens itself; through
 an execution's endpoint it sends messages, as any agent does. What a client does before it sends and after it has the
 answer is no part of a turn's time.
 """
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -28,7 +30,9 @@ class TalkError(Exception):
 class Talk(Protocol):
     """A conversation; one turn after the other."""
 
-    async def turn(self) -> Turn: ...
+    async def turn(self, length: int) -> Turn:
+        """`length`: tokens that are sampled at most."""
+        ...
 
 
 class _Choice(msgspec.Struct):
@@ -63,18 +67,17 @@ class Tokens:
     """By token ids; `stream`: the answer is asked for as it is sampled."""
 
     def __init__(
-        self, where: Where, session: aiohttp.ClientSession, url: str, fields: dict[str, Any], name: str, length: int
+        self, where: Where, session: aiohttp.ClientSession, url: str, fields: dict[str, Any], name: str
     ) -> None:
         self._where = where
         self._session = session
         self._url = f"{url}/inference/v1/generate"
         self._fields = fields
         self._name = name
-        self._length = length
         self._tokens: list[int] = []
         self._turns = 0
 
-    async def turn(self) -> Turn:
+    async def turn(self, length: int) -> Turn:
         render = self._where.renderer
         message = [{"role": "user", "content": f"{self._name} {self._turns}: {TEXT}"}]
         if self._tokens:
@@ -83,7 +86,7 @@ class Tokens:
         else:
             self._tokens = render.render(message)
         params = {
-            "max_tokens": self._length, "temperature": 1.0, "logprobs": 0, "ignore_eos": True,
+            "max_tokens": length, "temperature": 1.0, "logprobs": 0, "ignore_eos": True,
             "stop_token_ids": render.stop_token_ids, **self._fields.get("sampling_params", {}),
         }  # fmt: skip
         body = _encoder.encode(
@@ -117,17 +120,16 @@ def _sampled(content: bytes) -> list[int]:
 class Chat:
     """Messages, through an execution's endpoint."""
 
-    def __init__(self, where: Where, session: aiohttp.ClientSession, execution: str, length: int) -> None:
+    def __init__(self, where: Where, session: aiohttp.ClientSession, execution: str) -> None:
         self._session = session
         self._url = f"{where.rollout}/x/{execution}/v1/chat/completions"
         self._headers = {**JSON, "Authorization": f"Bearer {where.endpoints.key(execution)}"}
         self._name = execution
-        self._length = length
         self._messages: list[dict[str, Any]] = []
 
-    async def turn(self) -> Turn:
+    async def turn(self, length: int) -> Turn:
         self._messages.append({"role": "user", "content": f"{self._name} {len(self._messages) // 2}: {TEXT}"})
-        body = _encoder.encode({"model": RUN, "messages": self._messages, "max_tokens": self._length})
+        body = _encoder.encode({"model": RUN, "messages": self._messages, "max_tokens": length})
         seconds, content, spans = await _post(self._session, self._url, body, self._headers)
         answer = msgspec.json.decode(content)
         self._messages.append(answer["choices"][0]["message"])
@@ -135,8 +137,14 @@ class Chat:
         return Turn(seconds, usage["prompt_tokens"], usage["completion_tokens"], read_spans(spans))
 
 
-Way = Callable[[aiohttp.ClientSession, str, int], Talk]
-"""From the conversation's name (for `via` its execution) and the length of its answers."""
+Way = Callable[[aiohttp.ClientSession, str], Talk]
+"""From the conversation's name, for `via` its execution."""
+
+
+def lengths(tokens: int, client: int, turns: int) -> list[int]:
+    """Tokens of each turn of a client, `tokens` on average, from half of it to half as much again."""
+    drawn = random.Random(client)  # noqa: S311 - a load, no secret
+    return [max(1, round(tokens * drawn.uniform(0.5, 1.5))) for _ in range(turns)]
 
 
 def ways(where: Where, *, vllm: bool) -> dict[str, Way]:
@@ -144,12 +152,12 @@ def ways(where: Where, *, vllm: bool) -> dict[str, Way]:
     how a host asks; and `host`: the host's endpoint. `via`: through an execution's endpoint, recorded."""
 
     def tokens(url: str, **fields: Any) -> Way:
-        return lambda session, name, length: Tokens(where, session, url, fields, name, length)
+        return lambda session, name: Tokens(where, session, url, fields, name)
 
     own = {"model": where.model, "sampling_params": {"detokenize": False}} if vllm else {"model": where.model}
     found = {"direct": tokens(where.engine, **own)}
     if vllm:
         found["streamed"] = tokens(where.engine, **own, stream=True)
         found["host"] = tokens(where.host, model=RUN, stream=True, stream_interval_s=1.0)
-    found["via"] = lambda session, name, length: Chat(where, session, name, length)
+    found["via"] = lambda session, name: Chat(where, session, name)
     return found
