@@ -64,16 +64,22 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def proxied(
-    bus: Bus, url: str, folder: Path, script: Sequence[str] | Callable[[Stack], FakeHost], **harness: object
+    bus: Bus,
+    url: str,
+    folder: Path,
+    script: Sequence[str] | Callable[[Stack], FakeHost],
+    rollout: Mapping[str, Any] | None = None,
+    **harness: object,
 ) -> AsyncIterator[Proxy]:
-    """`script`: what the model says in its first turn, its second turn, and so on."""
+    """`script`: what the model says in its first turn, its second turn, and so on. `rollout`: settings of the
+    service."""
     stack = Stack(bus, folder, url)
     await stack.prepare()
     stack.sandboxes.delay_s = 600
     fields = {"agent": "program", "program": "wait", "max_turns": 40, "context_tokens": 2000, "max_tokens": 200}
     episode = dispatch(**{**fields, **harness})  # type: ignore[arg-type]  # fields by keyword, checked at run time
     made = script(stack) if callable(script) else stack.host("h0", list(script))
-    async with stack.sandboxes.up(), made.up() as host, stack.service() as context:
+    async with stack.sandboxes.up(), made.up() as host, stack.service(**(rollout or {})) as context:
         await stack.submit(episode)
         await eventually(lambda: stack.sandboxes.ran)
         key = Endpoints(load_secret(folder / "state")).key(episode.execution)

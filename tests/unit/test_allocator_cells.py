@@ -96,3 +96,19 @@ def test_the_run_that_is_led() -> None:
     found = current(over, {"a": 9, "b": 5})
     assert found is not None
     assert found.run == "a"
+
+
+def test_a_host_without_memory_counts_for_what_it_serves_until_it_had_some_for_long() -> None:
+    clocks = Clocks()
+
+    def capacity(now: float, **fields) -> float:
+        (view,) = clocks.views({"c": one([status("a", capacity=32, **fields)], [])}, now)
+        return view.capacity
+
+    assert capacity(0.0, running=20) == 32
+    assert capacity(1.0, running=20, waiting=12, kv_usage=0.97) == 8
+    assert capacity(2.0, running=20, waiting=12, kv_usage=0.3) == 8
+    assert capacity(10.0, running=20, waiting=8, kv_usage=0.97) == 12
+    assert capacity(24.0, running=4) == 12
+    assert capacity(26.0, running=4) == 32
+    assert capacity(27.0, running=4) == 32

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opengyre.host.vllm_calls import Sampling, body_of, gauges
+from opengyre.host.vllm_calls import Sampling, body_of
 from opengyre.host.vllm_machine import gpus_of
 from opengyre.host.vllm_plan import Facts, plan, same_shape
 from opengyre.shared.settings import HostSettings
@@ -188,9 +188,3 @@ def test_what_the_engine_says_of_versions_is_taken_in_the_end() -> None:
 def test_answers_that_are_none_are_failures(line: bytes, said: str) -> None:
     with pytest.raises(EngineError, match=said):
         Sampling(REQUEST, 0).take(line)
-
-
-def test_figures_of_several_engines_are_summed() -> None:
-    lines = ("# HELP x", 'vllm:num_requests_running{engine="0"} 2.0', 'vllm:num_requests_running{engine="1"} 3.0')
-    said = "\n".join((*lines, "other 1", "vllm:odd x"))
-    assert gauges(said) == {"num_requests_running": 5.0}

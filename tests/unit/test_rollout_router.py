@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.traj import VersionSpan
-from opengyre.rollout.balance import OVERLOAD, QUEUE, choose, surplus
+from opengyre.rollout.balance import OVERLOAD, QUEUE, SLACK, choose, spare, surplus
 from opengyre.rollout.engine import NotServedError, Part, Received, RefusedError, read_answer, read_failure
 from opengyre.rollout.router import Completion, joined
 
@@ -51,6 +51,78 @@ def test_the_parents_host_is_preferred_while_it_is_not_busier() -> None:
     hosts = [host("h0"), host("h1")]
     assert choose(hosts, "r", {}, prefer="h1").host == hosts[1]
     assert choose(hosts, "r", {"h1": 3}, prefer="h1").host == hosts[0]
+
+
+crowds = st.lists(
+    st.builds(
+        host,
+        st.sampled_from([f"h{n}" for n in range(8)]),
+        st.sampled_from([HostState.ROLLOUT] * 3 + [HostState.DRAINING, HostState.JOINING]),
+        running=st.integers(0, 20),
+        run=st.sampled_from(["r", None, "other"]),
+    ).flatmap(
+        lambda made: st.builds(
+            lambda waiting, usage: msgspec.structs.replace(made, waiting=min(waiting, made.running), kv_usage=usage),
+            st.integers(0, 20),
+            st.sampled_from([0.0, 0.5, 0.95]),
+        )
+    ),
+    max_size=8,
+    unique_by=lambda made: made.host,
+)
+
+
+@given(crowds, st.dictionaries(st.sampled_from([f"h{n}" for n in range(8)]), st.integers(0, 20)), st.integers(0, 8))
+def test_affinity_costs_no_more_than_its_slack_and_no_queue_grows_beyond_its_bound(
+    hosts: list[HostStatus], ours: dict[str, int], preferred: int
+) -> None:
+    """Laws: whoever is chosen serves this run; it is the least loaded, or preferred and at most `SLACK` busier; and it
+    has fewer than `QUEUE` times what it serves at full speed."""
+    prefer = f"h{preferred}"
+
+    def load(one: HostStatus) -> float:
+        return max(ours.get(one.host, 0), one.running) / one.serves
+
+    open_to_us = [
+        one for one in hosts
+        if one.state is HostState.ROLLOUT and one.run in ("r", None) and ours.get(one.host, 0) < QUEUE * one.serves
+    ]  # fmt: skip
+    chosen = choose(hosts, "r", ours, prefer=prefer).host
+    assert (chosen is None) == (not open_to_us)
+    if chosen is not None:
+        assert chosen in open_to_us
+        least = min(map(load, open_to_us))
+        assert load(chosen) <= least + (SLACK if chosen.host == prefer else 0.0) + 1e-9
+        favourite = next((one for one in open_to_us if one.host == prefer), None)
+        if favourite is not None and load(favourite) < least + SLACK - 1e-9:
+            assert chosen == favourite
+
+
+@given(crowds, st.dictionaries(st.sampled_from([f"h{n}" for n in range(8)]), st.integers(0, 20)))
+def test_who_is_asked_besides_has_room(hosts: list[HostStatus], ours: dict[str, int]) -> None:
+    """Law: a call that is asked for twice waits nowhere, and keeps nobody waiting."""
+    second = spare(hosts, "r", ours, {"h0"})
+    if second is not None:
+        assert second.host != "h0"
+        assert second.state is HostState.ROLLOUT
+        assert max(ours.get(second.host, 0), second.running) < second.serves
+    else:
+        serving = [one for one in hosts if one.state is HostState.ROLLOUT and one.run in ("r", None)]
+        assert not any(
+            ours.get(one.host, 0) == one.running == 0 and one.serves == one.capacity
+            for one in serving
+            if one.host != "h0"
+        )
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "usage", "serves"),
+    [(6, 0, 0.99, 4), (3, 1, 0.99, 2), (3, 1, 0.5, 4), (1, 1, 0.99, 1), (9, 2, 0.99, 4)],
+)
+def test_a_host_serves_what_it_has_memory_for(running: int, waiting: int, usage: float, serves: float) -> None:
+    """Calls that wait where there is memory wait for their prompts to be read."""
+    one = msgspec.structs.replace(host("h0", running=running), waiting=waiting, kv_usage=usage)
+    assert one.serves == serves
 
 
 @given(

@@ -21,6 +21,9 @@ class HostState(enum.Enum):
 
 
 Role = Literal["rollout", "train", "cordoned"]
+KV_FULL = 0.9
+"""Use of the memory for keys and values from which calls that wait are taken to wait for it. Calls that wait for their
+prompt to be read are no sign of that."""
 
 
 class DesiredRole(Record, frozen=True, kw_only=True):
@@ -69,9 +72,17 @@ class HostStatus(Record, frozen=True, kw_only=True):
     """Calls it serves at full speed."""
     running: int = 0
     """Calls in flight."""
+    waiting: int = 0
+    """Of the calls in flight, those that wait in the engine."""
     held_tokens: int = 0
     """Prompts and completions of the calls in flight, in tokens."""
     tokens_per_s: float = 0.0
+    """Sampled, over the last seconds."""
+    kv_usage: float = 0.0
+    """Share of the engine's memory for keys and values that is in use, 0 to 1; 0 where it does not say."""
+    prefix_hits: float | None = None
+    """Share of the prompts' tokens of the last seconds whose keys and values the engine still had. None: there were no
+    prompts, or it does not say."""
     memory_bytes: int = 0
     """Measured, of the engine (weights and keys/values)."""
     training_group: str | None = None
@@ -80,6 +91,13 @@ class HostStatus(Record, frozen=True, kw_only=True):
     """How long it has been in this state, on its own clock."""
     last_switch_s: float | None = None
     """Duration of its last role switch."""
+
+    @property
+    def serves(self) -> float:
+        """Calls that it serves at full speed now, 1 at least: its capacity, or what its engine runs where more wait
+        because its memory for keys and values is full."""
+        full = self.waiting > 0 and self.kv_usage >= KV_FULL
+        return max(1.0, min(self.capacity, self.running - self.waiting) if full else self.capacity)
 
 
 class HostStateChanged(Event, frozen=True, kw_only=True, tag="host.state.v1"):

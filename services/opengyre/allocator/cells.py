@@ -89,6 +89,11 @@ def _obeyed(status: HostStatus, level: DesiredRole | None, role: Role | None) ->
     return arrived and (level is None or status.epoch >= level.epoch)
 
 
+TIGHT_S = 15.0
+"""A host whose engine had no memory for more calls is taken to serve as few for so long after it said so last: were it
+believed at once, the cell that relieves it would be sent away again."""
+
+
 class Clocks:
     """How long each cell has been as it is, on the clock whose readings it is given (seconds, monotonic)."""
 
@@ -96,12 +101,16 @@ class Clocks:
         self._since: dict[str, tuple[tuple[object, ...], float]] = {}
         self._idle: dict[str, tuple[float, float, tuple[HostStatus, ...]]] = {}
         """Cell -> when it was first and last heard to be idle, and the heartbeats that said so last."""
+        self._tight: dict[str, tuple[float, float]] = {}
+        """Host -> the calls that it had memory for, and when it said so last."""
 
     def views(self, cells: Mapping[str, Cell], now: float) -> tuple[CellView, ...]:
         """What the policy sees of the cells that are whole."""
         for name in self._since.keys() - cells.keys():
             del self._since[name]
             self._idle.pop(name, None)
+        hosts = {host for cell in cells.values() for host in cell.hosts}
+        self._tight = {host: tight for host, tight in self._tight.items() if host in hosts}
         return tuple(self._view(cell, now) for cell in cells.values() if cell.whole)
 
     def _view(self, cell: Cell, now: float) -> CellView:
@@ -117,12 +126,22 @@ class Clocks:
             state=cell.state,
             settled=cell.settled,
             since_s=round(now - self._since[cell.name][1], 3),
-            capacity=sum(status.capacity for status in cell.present),
+            capacity=sum(self._capacity(status, now) for status in cell.present),
             running=sum(status.running for status in cell.present),
             wish=cell.wish,
             role=cell.role,
             idle_s=round(self._idle_s(cell, now), 3),
         )
+
+    def _capacity(self, status: HostStatus, now: float) -> float:
+        """Calls that a host serves at full speed, measured: by its settings, or by its memory where that is full."""
+        if status.serves < status.capacity:
+            self._tight[status.host] = (status.serves, now)
+        least, said = self._tight.get(status.host, (status.capacity, now))
+        if now - said > TIGHT_S:
+            del self._tight[status.host]
+            return status.capacity
+        return min(status.capacity, least)
 
     def _idle_s(self, cell: Cell, now: float) -> float:
         """Between the first and the last heartbeat that said so: one alone may have met the gap between two groups."""

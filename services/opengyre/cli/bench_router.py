@@ -32,6 +32,8 @@ from opengyre.shared.vllm import VllmMissingError, interpreter
 errors = Console(stderr=True, highlight=False)
 Engine = Literal["tiny", "emulated", "vllm"]
 WARM_CALLS = 3
+STAGGER_S = 0.01
+"""Between the beginnings of a block's conversations."""
 PROMPT = 60
 """Tokens that a turn adds to the prompt, about."""
 
@@ -134,6 +136,7 @@ class _Bench:
         talks = [begin(self._session, name) for name in names]
 
         async def talk(client: int) -> list[Turn]:
+            await asyncio.sleep(client * STAGGER_S)
             return [await talks[client].turn(length) for length in lengths(self._tokens, client, turns)]
 
         before = self._taken()

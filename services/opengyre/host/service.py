@@ -18,6 +18,7 @@ from typing import Final, assert_never
 
 from starlette.routing import BaseRoute
 
+from opengyre.host import figures
 from opengyre.host.door import Door
 from opengyre.host.drain import MemoryNotFreedError, end_calls, held, put_to_sleep
 from opengyre.host.engine import WAITING_FACTOR, Engine, make_engine, make_learner
@@ -413,8 +414,11 @@ class Host:
         stats = self._engine.stats()
         gauges = self._context.gauges
         gauges["calls_in_flight"] = self._door.live
+        gauges["calls_waiting"] = stats.waiting
+        gauges["kv_usage"] = stats.kv_usage
         gauges["tokens_per_s"] = stats.tokens_per_s
         gauges["version"] = stats.version
+        figures.show(self._host, stats)
         return HostStatus(
             host=self._host,
             cell=self._cell,
@@ -427,8 +431,11 @@ class Host:
             version=self._applied.version if self._applied else -1,
             capacity=self._engine.capacity,
             running=self._door.live,
+            waiting=stats.waiting,
             held_tokens=sum(call.prompt + call.sampled for call in self._engine.progress()),
             tokens_per_s=round(stats.tokens_per_s, 1),
+            kv_usage=round(stats.kv_usage, 4),
+            prefix_hits=None if stats.prefix_hits is None else round(stats.prefix_hits, 4),
             memory_bytes=held(self._engine),
             training_group=self._worker.group,
             training_update=self._worker.update,

@@ -30,8 +30,9 @@ from typing import Any
 import aiohttp
 
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
-from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of, gauges
+from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of
 from opengyre.host.vllm_machine import free_memory, gpu_memory, gpus_of
+from opengyre.host.vllm_metrics import RATE_S, Meter, read_figures
 from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan, same_shape
 from opengyre.host.vllm_process import Server
 from opengyre.policy.directory import check_directory
@@ -53,7 +54,6 @@ log = logging.getLogger("gyre.host.vllm")
 
 COMMAND_S = 120.0
 MEASURE_S = 1.0
-RATE_S = 3.0
 PATIENCE_S = 900.0
 REFUSED_S = 60.0
 """A version that was not proven is not taken again for so long: each time costs the calls in flight some tokens."""
@@ -85,7 +85,7 @@ class VllmEngine:
         self._tokens = 0
         self._rate: deque[tuple[float, int]] = deque()
         self._held = 0
-        self._figures: dict[str, float] = {}
+        self._meter = Meter()
 
     # Calls.
 
@@ -335,6 +335,7 @@ class VllmEngine:
         if self._helpers:
             await asyncio.wait(self._helpers)
         self._helpers = []
+        self._meter.clear()
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
@@ -351,9 +352,11 @@ class VllmEngine:
                 await self._look()
                 bound = aiohttp.ClientTimeout(total=5)
                 async with self._http().get(f"{server.url}/metrics", timeout=bound) as answer:
-                    self._figures = gauges(await answer.text())
+                    self._meter.take(read_figures(await answer.text()), time.monotonic())
             except (aiohttp.ClientError, TimeoutError, EngineError) as error:
-                log.info("vLLM could not be measured: %r", error)  # the figures of before stand
+                log.info(
+                    "vLLM could not be measured: %r", error
+                )  # what was read before grows old, and is then not believed
             await asyncio.sleep(MEASURE_S)
 
     async def _look(self) -> None:
@@ -370,19 +373,25 @@ class VllmEngine:
         now = time.monotonic()
         while self._rate and now - self._rate[0][0] > RATE_S:
             self._rate.popleft()
-        rate = sum(tokens for _, tokens in self._rate) / RATE_S
-        running = int(self._figures.get("num_requests_running", len(self._calls)))
+        own = sum(tokens for _, tokens in self._rate) / RATE_S
+        said = self._meter.tokens_per_s(now)
+        figures = self._meter.now(now)
+        calls = len(self._calls)
+        running = calls if figures is None else min(calls, figures.running)
         weights = min(self._held, self._plan.weight_bytes) if self._plan is not None else 0
         return EngineStats(
             state=self._state,
             version=self._version,
-            running=min(running, len(self._calls)),
-            waiting=max(0, len(self._calls) - running),
+            running=running,
+            # Of what the page says: a call that came after it was made is none that waits.
+            waiting=0 if figures is None else min(calls - running, figures.waiting),
             tokens=self._tokens,
-            tokens_per_s=rate,
+            tokens_per_s=own if said is None else said,
             kv_bytes=self._held - weights,
             weight_bytes=weights,
-            kv_usage=self._figures.get("kv_cache_usage_perc", 0.0),
+            kv_usage=figures.kv_usage if figures is not None else 0.0,
+            prefix_hits=self._meter.prefix_hits(now),
+            preemptions=round(figures.preemptions) if figures is not None else 0,
         )
 
     async def close(self) -> None:

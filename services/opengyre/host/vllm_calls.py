@@ -168,17 +168,3 @@ def _number(version: str) -> int:
         return int(version)
     except ValueError as error:
         raise EngineError(f"vLLM names weights {version!r}; ours are numbers") from error
-
-
-def gauges(metrics: str) -> dict[str, float]:
-    """vLLM's own figures, by name without its prefix, summed over its engines."""
-    found: dict[str, float] = {}
-    for line in metrics.splitlines():
-        if line.startswith("vllm:"):
-            name, _, value = line[5:].rpartition(" ")
-            name = name.partition("{")[0]
-            try:
-                found[name] = found.get(name, 0.0) + float(value)
-            except ValueError:
-                continue
-    return found

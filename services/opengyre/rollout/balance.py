@@ -1,9 +1,10 @@
 """Which host takes a call, and which gives calls away. Pure.
 
 Only a host in the rollout role that serves this run is ever chosen. Among those the least loaded one is taken; the
-host that served the call's parent is preferred while it is not noticeably busier, because it may still hold its keys
-and values. A host with `QUEUE` times its capacity in hand takes no more: calls wait here, where they can still go
-elsewhere.
+host that served the call's parent (or else its execution's last call) is preferred while it is not noticeably busier,
+because it may still hold its keys and values. How many calls a host serves at full speed it says itself: fewer than its
+capacity where it has no memory for more (`HostStatus.serves`). A host with `QUEUE` times that in hand takes no more:
+calls wait here, where they can still go elsewhere.
 
 Hosts that begin to serve do not do so at the same instant: the first takes what was parked for all. So calls are taken
 away again from a host that has more than `OVERLOAD` times its capacity in hand while others have room.
@@ -49,7 +50,7 @@ def choose(
             continue
         serving = True
         ours = in_flight.get(host.host, 0)
-        capacity = max(1, host.capacity)
+        capacity = host.serves
         if ours >= QUEUE * capacity:
             continue
         load = max(ours, host.running) / capacity
@@ -59,6 +60,16 @@ def choose(
     return Choice(best[2] if best else None, serving)
 
 
+def spare(
+    hosts: Iterable[HostStatus], run: str, in_flight: Mapping[str, int], avoided: frozenset[str] | set[str]
+) -> HostStatus | None:
+    """A host that serves one call more at full speed: who asks twice takes nobody's place."""
+    host = choose(hosts, run, in_flight, avoided).host
+    if host is None or max(in_flight.get(host.host, 0), host.running) + 1 > host.serves:
+        return None
+    return host
+
+
 def surplus(hosts: Iterable[HostStatus], run: str, in_flight: Mapping[str, int]) -> dict[str, int]:
     """Host -> how many of our calls it gives away: none where no other serving host has room below its capacity."""
     over: list[tuple[float, str, int]] = []
@@ -66,7 +77,7 @@ def surplus(hosts: Iterable[HostStatus], run: str, in_flight: Mapping[str, int])
     for host in hosts:
         if host.state is not HostState.ROLLOUT or host.run not in (None, run):
             continue
-        ours, capacity = in_flight.get(host.host, 0), max(1.0, host.capacity)
+        ours, capacity = in_flight.get(host.host, 0), host.serves
         if ours > OVERLOAD * capacity:
             over.append((ours / capacity, host.host, ours - math.floor(capacity)))
         else:

@@ -34,7 +34,7 @@ from opengyre.rollout.live import Live
 from opengyre.rollout.messages import extend
 from opengyre.rollout.prompt import Prompt, Renderer, fewest_tokens, prompt_of, size_of
 from opengyre.rollout.reading import ends_of, read
-from opengyre.rollout.router import QUIET_S, Completion, Generation, Router
+from opengyre.rollout.router import QUIET_S, Completion, Generation, Home, Router
 from opengyre.rollout.shell import most_calls
 from opengyre.rollout.spans import stage
 from opengyre.rollout.speech import Watch
@@ -104,8 +104,11 @@ class Recorder:
     _parking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _closed: bool = False
     _next: int = 0
+    _home: Home = field(default_factory=Home)
 
     def __post_init__(self) -> None:
+        if self.history.calls and self.history.calls[-1].hosts:
+            self._home.host = self.history.calls[-1].hosts[-1]
         self._next = max((call.turn + 1 for call in self.history.calls), default=0)
 
     @property
@@ -265,6 +268,7 @@ class Recorder:
                 ignore_eos=load,
             ),
             prefer=prompt.host,
+            home=self._home,
             interval_s=self._interval_s(ask),
             hear=live.hear if watched else None,
         )

@@ -7,10 +7,13 @@ Invariants:
 - A host is asked only while its status says ROLLOUT; one that failed is left alone until it says something new, or
   for `AVOID_S`. A call that a host holds when it is LOST goes on elsewhere: a process that hangs closes no connection.
 - A call that is taken away from an overloaded host goes on elsewhere with its tokens; it is asked back once.
+- With `hedge_after_s` a call of which no token has come for so long is also asked of a host that has room: the first
+  token decides whose tokens are the call's, and the other host is left (`hedge`).
 - No failure of a host ends a call: it ends with a completion, a refusal of the request itself, or its caller's
   cancellation.
 
 Awaits: a call in flight is woken by its host (at most `call_timeout_s`), and looks every `LOOK_S` whether that is LOST;
+one that is hedged by either host, and by `hedge_after_s`;
 a waiting one by a change of a host's status or the end of a call here, and looks again every `LOOK_S`. `balance` looks
 every `BALANCE_S`.
 """
@@ -18,8 +21,9 @@ every `BALANCE_S`.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -28,7 +32,7 @@ import msgspec
 
 from opengyre.proto.host import HostStatus
 from opengyre.proto.traj import VersionSpan
-from opengyre.rollout.balance import choose, surplus
+from opengyre.rollout.balance import choose, spare, surplus
 from opengyre.rollout.engine import (
     GenerateRequest,
     Hear,
@@ -39,6 +43,7 @@ from opengyre.rollout.engine import (
     generate,
     recall,
 )
+from opengyre.rollout.hedge import Race
 from opengyre.rollout.spans import add, stage
 from opengyre.shared import metrics
 from opengyre.shared.bus import View
@@ -71,6 +76,13 @@ class Parking(Protocol):
         ...
 
 
+@dataclass
+class Home:
+    """Where an execution's calls went last: what they have in common may still be there."""
+
+    host: str | None = None
+
+
 @dataclass(frozen=True)
 class Generation:
     """What is to be sampled."""
@@ -81,6 +93,9 @@ class Generation:
     tokens: tuple[int, ...]
     params: SamplingParams
     prefer: str | None = None
+    """The host that has served what this one goes on from."""
+    home: Home = field(default_factory=Home)
+    """Of its execution; it is kept here."""
     interval_s: float = QUIET_S
     """Between increments."""
     hear: Hear | None = None
@@ -129,12 +144,25 @@ def joined(so_far: Completion, part: Part, host: str, limit: int, stops: tuple[i
     )
 
 
+@dataclass(frozen=True)
+class _Served:
+    """What a host made of a call. `failed`: it did not answer; `recalled`: it was asked to give it back; `enough`: who
+    listens needs no more."""
+
+    host: str
+    part: Part
+    failed: bool
+    recalled: bool
+    enough: bool
+
+
 @dataclass
 class Router:
     view: View[HostStatus]
     session: aiohttp.ClientSession
     waits: Waits
     call_timeout_s: float
+    hedge_after_s: float | None = None
     in_flight: Counter[str] = field(default_factory=Counter)
     _requests: dict[str, dict[str, str]] = field(default_factory=dict)
     """Host -> the requests that it has of ours, the newest last, with their run."""
@@ -156,12 +184,13 @@ class Router:
         parked_before = 0.0
         limit = call.params.max_tokens
         tries = 0
-        prefer = call.prefer
+        prefer = call.prefer or call.home.host
         while True:
             with stage("route"):
                 host, waited = await self._place(call, prefer, parking)
             tries += 1
             done = replace(done, parked_s=done.parked_s + waited)
+            call.home.host = host.host
             request = GenerateRequest(
                 request_id=f"{call.request}-{tries}",
                 token_ids=call.tokens + done.tokens,
@@ -169,44 +198,77 @@ class Router:
                 sampling_params=_left(call.params, limit - len(done.tokens)),
                 # What was moved has waited its turn already.
                 priority=-1 if done.tokens else 0,
-                stream_interval_s=call.interval_s,
+                stream_interval_s=self._interval_s(call),
             )
-            received = Received(call.hear)
-            self._requests.setdefault(host.host, {})[request.request_id] = call.run
-            asked = clock()
-            try:
-                part = await self._ask(host, request, received)
-            except NotServedError as error:
-                part = received.part()
-                log.info(
-                    "host %s did not serve %s, of which %d tokens came: %s",
-                    host.host, request.request_id, len(part.tokens), error,
-                )  # fmt: skip
-                self._avoid(host.host)
-                if not part.tokens:
-                    continue
-            finally:
-                self._free(host.host)
-                del self._requests[host.host][request.request_id]
-                recalled = request.request_id in self._recalled
-                self._recalled.discard(request.request_id)
+            asked = time.perf_counter()  # the loop's clock goes by milliseconds
+            served = await self._serve(call, host, request)
+            part = served.part
+            if served.failed and not part.tokens:
+                continue
             now = clock()
             add("engine", part.engine_s)
-            add("host", max(0.0, now - asked - part.engine_s))
+            add("host", max(0.0, time.perf_counter() - asked - part.engine_s))
             if stopped is not None:
                 idle_s = max(0.0, now - stopped - part.engine_s - (done.parked_s - parked_before))
                 metrics.MOVE_SECONDS.observe(idle_s)
                 done = replace(done, moves_s=(*done.moves_s, round(idle_s, 6)))
             stopped, parked_before = now, done.parked_s
-            done = joined(done, part, host.host, limit, call.params.stop_token_ids)
-            if received.enough and done.finish == "abort":
+            done = joined(done, part, served.host, limit, call.params.stop_token_ids)
+            if served.enough and done.finish == "abort":
                 done = replace(done, finish="stop")
             if done.finish != "abort":
                 return done
-            log.debug("host %s stopped %s after %d tokens", host.host, request.request_id, len(part.tokens))
-            if not recalled:
-                self._avoid(host.host)
+            log.debug("host %s stopped %s after %d tokens", served.host, request.request_id, len(part.tokens))
+            if not served.recalled:
+                self._avoid(served.host)
             prefer = None
+
+    def _interval_s(self, call: Generation) -> float:
+        """A call that may be hedged says soon that it has begun."""
+        return call.interval_s if self.hedge_after_s is None else min(call.interval_s, self.hedge_after_s / 2)
+
+    async def _serve(self, call: Generation, host: HostStatus, request: GenerateRequest) -> _Served:
+        """Ask `host`, whose place is taken, and another one as well where that says nothing for long."""
+        if self.hedge_after_s is None:
+            return await self._one(call.run, host, request, Received(call.hear))
+        race = Race(call.hear)
+
+        def enter(chosen: HostStatus, asked: GenerateRequest) -> Coroutine[None, None, _Served]:
+            return self._one(call.run, chosen, asked, Received(race.entrant()))
+
+        def another() -> Coroutine[None, None, _Served] | None:
+            avoided = {host.host, *self._avoids(asyncio.get_running_loop().time())}
+            other = spare(self.view.values.values(), call.run, self.in_flight, avoided)
+            if other is None:
+                return None
+            self.in_flight[other.host] += 1
+            log.info("host %s has said nothing of %s; %s is asked too", host.host, request.request_id, other.host)
+            return enter(other, msgspec.structs.replace(request, request_id=f"{request.request_id}-h"))
+
+        served = await race.run(enter(host, request), another, self.hedge_after_s)
+        call.home.host = served.host
+        return served
+
+    async def _one(self, run: str, host: HostStatus, request: GenerateRequest, received: Received) -> _Served:
+        """Ask a host, whose place is taken and given back here."""
+        self._requests.setdefault(host.host, {})[request.request_id] = run
+        failed = False
+        try:
+            part = await self._ask(host, request, received)
+        except NotServedError as error:
+            part = received.part()
+            failed = True
+            log.info(
+                "host %s did not serve %s, of which %d tokens came: %s",
+                host.host, request.request_id, len(part.tokens), error,
+            )  # fmt: skip
+            self._avoid(host.host)
+        finally:
+            self._free(host.host)
+            del self._requests[host.host][request.request_id]
+            recalled = request.request_id in self._recalled
+            self._recalled.discard(request.request_id)
+        return _Served(host.host, part, failed, recalled, received.enough)
 
     async def _ask(self, host: HostStatus, request: GenerateRequest, received: Received) -> Part:
         """Raises `NotServedError`, `RefusedError`."""

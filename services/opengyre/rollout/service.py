@@ -72,7 +72,7 @@ class Rollout:
                 url=context.url,
                 session=session,
                 sandboxes=Sandboxes(context.bus, context.waits, settings, context.settings.sandbox),
-                router=Router(hosts, session, context.waits, settings.call_timeout_s),
+                router=Router(hosts, session, context.waits, settings.call_timeout_s, settings.hedge_after_s),
                 endpoints=self._endpoints,
                 models=Models(context.bus),
                 stopping=context.stopping,

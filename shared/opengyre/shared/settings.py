@@ -94,6 +94,12 @@ class RolloutSettings(Section):
     max_episodes: int = Field(default=64, ge=1, description="live episodes of one replica")
     sandbox_ttl_s: int = Field(default=120, ge=5, description="lease of a sandbox; renewed at a third of it")
     call_timeout_s: float = Field(default=600, gt=0, description="bound of one model call, without parking")
+    hedge_after_s: float | None = Field(
+        default=None,
+        ge=0.02,
+        le=600,
+        description="a call without a token for so long is asked of a second host that has room; default: never",
+    )
 
 
 class SandboxSettings(Section):

@@ -125,3 +125,8 @@ class EngineStats:
     """Held for weights now; 0 asleep."""
     kv_usage: float = 0.0
     """Share of the memory for keys and values that is in use, where the engine says so."""
+    prefix_hits: float | None = None
+    """Share of the prompts' tokens of the last seconds that were in its prefix cache. None: there were no prompts, or
+    it does not say."""
+    preemptions: int = 0
+    """Calls that lost their keys and values to others since it was started, where the engine says so."""
