@@ -60,6 +60,24 @@ async def test_a_call_in_flight_survives_new_weights_with_exact_versions(engine:
         assert off(result, models, "new", second.start, 500) < NEAR
 
 
+async def test_what_vllm_says_of_itself_is_what_its_host_reports(engine: VllmEngine) -> None:
+    """Its page of metrics under the names that are read: running, cached prompts, memory, speed."""
+    prompt = tuple(range(20, 420))
+    await engine.submit(request("fills", 4, prompt))
+    running = [engine.submit(request(f"busy{n}", 1200, prompt)) for n in range(2)]
+    await some(engine, "busy0", 20)
+
+    def seen() -> bool:
+        stats = engine.stats()
+        return stats.running == 2 and stats.kv_usage > 0 and (stats.prefix_hits or 0) > 0.3 and stats.tokens_per_s > 1
+
+    await eventually(seen, 30)
+    assert engine.stats().waiting == 0
+    await engine.abort(None)
+    await asyncio.gather(*running)
+    await eventually(lambda: engine.stats().kv_usage == 0, 10)
+
+
 async def test_tied_embeddings_are_packed_again_after_a_load(engine: VllmEngine, models: Models) -> None:
     """vLLM's CPU build reloads all but an output head that is tied to the embedding (rl.md 1, bug 1)."""
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(models.paths["new"])}}

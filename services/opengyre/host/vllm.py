@@ -351,7 +351,7 @@ class VllmEngine:
             try:
                 await self._look()
                 bound = aiohttp.ClientTimeout(total=5)
-                async with self._http().get(f"{server.url}/metrics", timeout=bound) as answer:
+                async with self._http().get(f"{server.url}/metrics", timeout=bound, raise_for_status=True) as answer:
                     self._meter.take(read_figures(await answer.text()), time.monotonic())
             except (aiohttp.ClientError, TimeoutError, EngineError) as error:
                 log.info(
