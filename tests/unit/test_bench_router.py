@@ -65,7 +65,8 @@ def test_a_process_that_has_ended_takes_no_time() -> None:
     [
         (("--concurrency", "1,x"), "--concurrency is '1,x'; allowed are whole numbers"),
         (("--concurrency", "0,8"), "allowed are numbers from 1 to 64"),
-        (("--turns", "90"), "--turns is 90; with --tokens 32 allowed are up to 33"),
+        (("--turns", "90"), "--turns is 90; with --tokens 32 and --engine emulated allowed are up to 33"),
+        (("--engine", "tiny", "--tokens", "300"), "--tokens is 300; with --engine tiny allowed are up to 226"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(arguments: tuple[str, ...], sentence: str) -> None:

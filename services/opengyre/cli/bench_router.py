@@ -11,27 +11,32 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import aiohttp
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from opengyre.cli import bench_router_stack as stacks
 from opengyre.cli.bench_facts import Spread
 from opengyre.cli.bench_processes import processor_s
 from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
-from opengyre.cli.bench_router_stack import CONTEXT, RUN, Where, dispatch, stack
+from opengyre.cli.bench_router_stack import RUN, Where, dispatch, stack
 from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, lengths, ways
 from opengyre.cli.client import JsonOption, console, number, show_json
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
 from opengyre.proto import ids, subjects
 from opengyre.shared.vllm import VllmMissingError, interpreter
+from opengyre.tiny.types import EngineSettings
 
 errors = Console(stderr=True, highlight=False)
 Engine = Literal["tiny", "emulated", "vllm"]
 WARM_CALLS = 3
+TURNS = 8
+CONTEXT: Final = {"tiny": EngineSettings().max_context, "emulated": stacks.CONTEXT, "vllm": stacks.CONTEXT}
+"""Tokens of prompt and completion that the engine takes."""
 STAGGER_S = 0.01
 """Between the beginnings of a block's conversations."""
 PROMPT = 60
@@ -45,7 +50,10 @@ def register(bench: typer.Typer) -> None:
 def router(
     engine: Annotated[Engine, typer.Option(help="Of the host that is asked.")] = "emulated",
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Blocks of each way at each concurrency.")] = 8,
-    turns: Annotated[int, typer.Option(min=1, max=100, help="Calls of a conversation, of which one is a block's.")] = 8,
+    turns: Annotated[
+        int | None,
+        typer.Option(min=1, max=100, help="Calls of a conversation; default: 8, fewer where the context holds fewer."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1024, help="That a call samples, on average.")] = 32,
     concurrency: Annotated[str, typer.Option(help="Conversations side by side; comma-separated.")] = "1,8,32",
     json: JsonOption = False,
@@ -60,20 +68,21 @@ def router(
         raise StackError(f"--concurrency is {concurrency!r}; allowed are whole numbers") from error
     if not all(1 <= level <= 64 for level in levels):
         raise StackError(f"--concurrency is {concurrency!r}; allowed are numbers from 1 to 64")
-    if turns * (2 * tokens + PROMPT) > CONTEXT:
-        most = CONTEXT // (2 * tokens + PROMPT)
-        raise StackError(f"--turns is {turns}; with --tokens {tokens} allowed are up to {most}")
+    most = CONTEXT[engine] // (2 * tokens + PROMPT)
+    if most < 1:
+        fit = (CONTEXT[engine] - PROMPT) // 2
+        raise StackError(f"--tokens is {tokens}; with --engine {engine} allowed are up to {fit}")
+    if turns is not None and turns > most:
+        raise StackError(f"--turns is {turns}; with --tokens {tokens} and --engine {engine} allowed are up to {most}")
     if engine == "vllm":
         try:
             interpreter(os.environ.get("GYRE_HOST__VLLM_PYTHON"))
         except VllmMissingError as error:
             raise StackError(str(error)) from error
     try:
-        found = asyncio.run(_measure(engine, rounds, turns, tokens, levels))
-    except TimeoutError as error:
-        raise StackError("the services were not ready, or an execution did not end, in time") from error
-    except TalkError as error:
-        raise StackError(str(error)) from error
+        found = asyncio.run(_measure(engine, rounds, min(TURNS, most) if turns is None else turns, tokens, levels))
+    except (TimeoutError, TalkError, ExceptionGroup) as error:
+        raise _sentence(error) from error
     except KeyboardInterrupt:
         errors.print("stopped; nothing runs any more")
         raise typer.Exit(130) from None
@@ -81,6 +90,15 @@ def router(
         show_json(found)
     else:
         _show(found)
+
+
+def _sentence(error: Exception) -> Exception:
+    """What is told of a fault; of several that came together the first."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return StackError("the services were not ready, or an execution did not end, in time")
+    return StackError(str(error)) if isinstance(error, TalkError) else error
 
 
 async def _measure(engine: Engine, rounds: int, turns: int, tokens: int, levels: Sequence[int]) -> Facts:
