@@ -243,6 +243,23 @@ async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: P
     assert (report["spec"]["run"], report["spec"]["state"]) == ("shell", "active")
 
 
+EVALUATION = '[evaluation]\ngenerator = "shelltasks"\n'
+
+
+def test_a_recipe_evaluates_the_first_policy_the_last_one_and_some_between(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    text = recipe.read_text().replace("updates = 2", "updates = 7")
+    recipe.write_text(f"{text}\n{EVALUATION}count = 2\nevery = 3\n")
+    plan = read_recipe(recipe)
+    assert plan.evaluated_versions == (0, 3, 6, 7)
+    assert [(task.purpose, task.from_version) for task in plan.evaluation[2:5]] == [("evaluate", 3)] * 2 + [
+        ("evaluate", 6)
+    ]
+    assert len({task.task for task in plan.evaluation}) == 8
+    assert {task.instruction for task in plan.evaluation[:2]} == {task.instruction for task in plan.evaluation[6:]}
+    assert plan.groups == len(plan.tasks), "they are no groups to train"
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -256,6 +273,9 @@ async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: P
         (('generator = "shelltasks"', ""), "either path or generator"),
         (("count = 6", "count = 0"), r"tasks\.count is 0; allowed"),
         (("[run]", "[run"), "is not valid TOML"),
+        (("[tasks]", "[evaluation]\n[tasks]"), r"\[evaluation\] names either path or generator"),
+        (("[tasks]", f"{EVALUATION}every = 3\n[tasks]"), r"evaluation\.every is 3; allowed are values from 1 to 2"),
+        (("[tasks]", f"{EVALUATION}each = 3\n[tasks]"), r"unknown field evaluation\.each; allowed here: path"),
     ],
 )
 def test_a_bad_recipe_is_one_sentence(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:

@@ -267,6 +267,23 @@ def test_tasks_are_taken_in_order_as_often_as_they_repeat_and_evaluations_apart(
     assert queue.tasks_waiting == 0
 
 
+def test_a_task_that_evaluates_a_version_waits_for_it() -> None:
+    queue = TaskQueue()
+    for name, version in (("second", 4), ("first", 2), ("now", 0), ("also_first", 2)):
+        queue.submit(task(name, purpose="evaluate", from_version=version))
+    queue.forget_made()
+    assert queue.tasks_waiting == 4
+
+    def taken(published: int) -> list[str]:
+        return [spec.task for spec in queue.take("evaluate", 9, published)]
+
+    assert taken(1) == ["now"]
+    assert taken(3) == ["first", "also_first"], "in the order of submission, and no version is passed over"
+    assert queue.get("second") is not None
+    assert (taken(3), taken(4), taken(5)) == ([], ["second"], [])
+    assert queue.tasks_waiting == 0
+
+
 def test_a_task_of_which_all_groups_were_made_is_not_kept_whole() -> None:
     """A run of weeks must not hold the files of every task it ever saw."""
     queue = TaskQueue({"made": 1})

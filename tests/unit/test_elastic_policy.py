@@ -102,6 +102,15 @@ def test_static_keeps_its_split_and_a_lone_cell_alternates_all_the_same() -> Non
     assert roles(situation(cell("a"), live=9, ready=4, policy="static")) == {"a": "train"}
 
 
+def test_static_sends_a_cell_to_train_before_it_has_started_an_engine() -> None:
+    begin = cell("a", S.STARTING, since_s=0.1), cell("b", S.STARTING, since_s=0.1)
+    assert roles(situation(*begin, policy="static")) == {"a": "train"}
+    assert roles(situation(*begin, policy="static", train_cells=5)) == {"a": "train"}, "one serves"
+    assert roles(situation(cell("a"), begin[1], live=9, policy="static")) == {"b": "train"}
+    assert roles(situation(cell("a", S.TRAIN), begin[1], live=9, policy="static")) == {}
+    assert roles(situation(begin[0], policy="static")) == {}, "alone, it serves first"
+
+
 def test_the_floor_of_rollout_cells_gives_way_to_one_trainer_only() -> None:
     cells = (cell("a"), cell("b"), cell("c"))
     assert roles(situation(*cells, live=1, ready=3, min_rollout_cells=2)) == {"a": "train"}
@@ -162,8 +171,9 @@ def test_live_episodes_never_lose_their_last_serving_cell(given: PolicyInput) ->
     for view in given.cells:
         assert view.wish is None or after[view.cell] == view.wish
         if view.cell in {change.cell for change in changes} and view.wish is None and target(view) != "cordoned":
-            assert view.settled
-            assert view.since_s >= given.elastic.dwell_s
+            begins = given.elastic.policy == "static" and view.state is S.STARTING
+            assert view.settled or begins
+            assert view.since_s >= given.elastic.dwell_s or begins
     served = [
         view for view in given.cells if view.settled and view.state is S.ROLLOUT and view.wish in (None, "rollout")
     ]

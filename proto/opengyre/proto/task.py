@@ -169,6 +169,8 @@ class TaskSpec(Record, frozen=True, kw_only=True):
     time_budget_s: float | None = None
     """Overrides the run's time budget; of each step."""
     purpose: Literal["train", "evaluate"] = "train"
+    from_version: int = 0
+    """It evaluates weights from this version on: no group is made of it before that is published."""
     repeat: int = 1
     """How many groups are made of it."""
     family: str | None = None

@@ -23,6 +23,7 @@ MAX_TURNS = 100_000
 MAX_TIME_BUDGET_S = 604_800.0
 MIN_TIME_BUDGET_S = 0.1
 MAX_REPEAT = 100_000
+MAX_VERSION = 10_000_000
 MAX_TIMEOUT_S = 86_400.0
 MAX_VARIABLES = 256
 MAX_STEPS = 256
@@ -56,6 +57,7 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
     _budget("time_budget_s", spec.time_budget_s)
     if not 1 <= spec.repeat <= MAX_REPEAT:
         raise InvalidTaskError("repeat", f"is {spec.repeat}; allowed are values from 1 to {MAX_REPEAT}")
+    _from_version(spec)
     if spec.family is not None:
         _text("family", spec.family, MAX_NAME)
     if len(spec.labels) > MAX_LABELS:
@@ -67,6 +69,15 @@ def validate_task(spec: TaskSpec) -> TaskSpec:
     if size > MAX_TASK_BYTES:
         raise InvalidTaskError("files", f"make the task {size} bytes of JSON; allowed are at most {MAX_TASK_BYTES}")
     return spec
+
+
+def _from_version(spec: TaskSpec) -> None:
+    if not 0 <= spec.from_version <= MAX_VERSION:
+        raise InvalidTaskError("from_version", f"is {spec.from_version}; allowed are values from 0 to {MAX_VERSION}")
+    if spec.from_version and spec.purpose == "train":
+        raise InvalidTaskError(
+            "from_version", f"is {spec.from_version} and purpose is train; allowed is 0, or with purpose evaluate"
+        )
 
 
 def _budget(field: str, budget: float | None) -> None:

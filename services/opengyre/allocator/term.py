@@ -194,7 +194,7 @@ class Term:
         spec, queue = progress.spec, progress.queue
         if progress.published < 0 or spec.state == "stopped":
             return
-        tasks = queue.take("evaluate", MOST_AT_ONCE)
+        tasks = queue.take("evaluate", MOST_AT_ONCE, progress.published)
         tasks += queue.take("train", min(progress.room, MOST_AT_ONCE))
         if tasks:
             await self._records.admit(progress, tasks, MOST_AT_ONCE)

@@ -10,13 +10,17 @@ phi = 0.5
 path = "tasks/"            # a file or a directory of tasks, or:
 generator = "shelltasks"   # generated ones: count, seed, split
 count = 600
+[evaluation]               # may be left out: tasks, as in [tasks], that are never trained
+generator = "shelltasks"
+count = 24
+every = 8                  # updates between two evaluations; the first policy and the last are evaluated in any case
 """
 
 import re
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -37,6 +41,8 @@ from opengyre.proto.run import (
 )
 from opengyre.proto.task import TaskSpec
 from opengyre.shelltasks.tasks import generate
+
+S = TypeVar("S", "TaskSource", "EvaluationSource")
 
 MAX_COUNT = 1_000_000
 PARTS = {
@@ -60,11 +66,26 @@ class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
     split: Literal["train", "eval"] = "train"
 
 
+class EvaluationSource(TaskSource, frozen=True, kw_only=True):
+    """The table `[evaluation]`."""
+
+    count: int = 24
+    split: Literal["train", "eval"] = "eval"
+    every: int | None = None
+    """Updates between two evaluations; None: only the first policy and the last are evaluated."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What a recipe amounts to."""
 
     run: RunSpec
     tasks: tuple[TaskSpec, ...]
+    evaluation: tuple[TaskSpec, ...] = ()
+    """The held-out tasks, once for each version that they evaluate."""
+
+    @property
+    def evaluated_versions(self) -> tuple[int, ...]:
+        return tuple(sorted({task.from_version for task in self.evaluation}))
 
     @property
     def groups(self) -> int:
@@ -79,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def own_turns(self) -> dict[int, int]:
         """`max_turns` of tasks that say it and differ from the run's harness -> how many tasks."""
-        own = Counter(task.max_turns for task in self.tasks if task.max_turns is not None)
+        own = Counter(task.max_turns for task in (*self.tasks, *self.evaluation) if task.max_turns is not None)
         return {turns: own[turns] for turns in sorted(own) if turns != self.run.harness.max_turns}
 
     @property
@@ -99,10 +120,12 @@ def read_recipe(path: Path) -> Plan:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskFileError(f"recipe {path} is not valid TOML: {error}") from error
     for key in document:
-        if key not in ("run", "tasks", "workload"):  # the last is the simulator's
+        if key not in ("run", "tasks", "evaluation", "workload"):  # the last is the simulator's
             meant = f"; did you mean run.{key}?" if key in PARTS else ""
-            raise TaskFileError(f"{path}: unknown table {key}{meant or '; allowed: run, tasks, workload'}")
-    return Plan(run=_run(path, document.get("run")), tasks=_tasks(path, document.get("tasks")))
+            raise TaskFileError(f"{path}: unknown table {key}{meant or '; allowed: run, tasks, evaluation, workload'}")
+    run = _run(path, document.get("run"))
+    tasks = _tasks(path, document.get("tasks"))
+    return Plan(run=run, tasks=tasks, evaluation=_evaluation(path, document.get("evaluation"), run))
 
 
 def _run(path: Path, table: Any) -> RunSpec:
@@ -160,17 +183,52 @@ def wrong_type(error: msgspec.ValidationError, table: Any, kind: type[Any]) -> s
 def _tasks(path: Path, table: Any) -> tuple[TaskSpec, ...]:
     if not isinstance(table, dict):
         raise TaskFileError(f"{path}: the table [tasks] is missing; it names a path or a generator")
-    known(str(path), "tasks.", table, TaskSource)
+    return _made(path, "tasks", _source(path, "tasks", table, TaskSource))
+
+
+def _source(path: Path, name: str, table: dict[str, Any], kind: type[S]) -> S:
+    known(str(path), f"{name}.", table, kind)
     if "generator" in table and table["generator"] != "shelltasks":
-        raise TaskFileError(f"{path}: tasks.generator is {table['generator']!r}; allowed is 'shelltasks'")
+        raise TaskFileError(f"{path}: {name}.generator is {table['generator']!r}; allowed is 'shelltasks'")
     try:
-        source = msgspec.convert(table, TaskSource)
+        source = msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        raise TaskFileError(f"{path}: in [tasks]: {error}") from error
+        raise TaskFileError(f"{path}: in [{name}]: {error}") from error
     if (source.path is None) == (source.generator is None):
-        raise TaskFileError(f"{path}: [tasks] names either path or generator, and one of them only")
+        raise TaskFileError(f"{path}: [{name}] names either path or generator, and one of them only")
+    return source
+
+
+def _made(path: Path, name: str, source: TaskSource) -> tuple[TaskSpec, ...]:
     if source.path is not None:
         return tuple(load_tasks(path.parent / source.path))
     if not 1 <= source.count <= MAX_COUNT:
-        raise TaskFileError(f"{path}: tasks.count is {source.count}; allowed are values from 1 to {MAX_COUNT}")
+        raise TaskFileError(f"{path}: {name}.count is {source.count}; allowed are values from 1 to {MAX_COUNT}")
     return tuple(generate(source.split, index, source.seed) for index in range(source.count))
+
+
+def _evaluation(path: Path, table: Any, run: RunSpec) -> tuple[TaskSpec, ...]:
+    if table is None:
+        return ()
+    if not isinstance(table, dict):
+        raise TaskFileError(f"{path}: evaluation is no table; it names a path or a generator")
+    source = _source(path, "evaluation", table, EvaluationSource)
+    if run.updates is None:
+        raise TaskFileError(
+            f"{path}: run.updates is not set; [evaluation] needs it, since it evaluates the last policy"
+        )
+    every = run.updates if source.every is None else source.every
+    if not 1 <= every <= run.updates:
+        raise TaskFileError(f"{path}: evaluation.every is {every}; allowed are values from 1 to {run.updates}")
+    made = _made(path, "evaluation", source)
+    versions = sorted({*range(0, run.updates, every), run.updates})
+    if len(made) * len(versions) > MAX_COUNT:
+        raise TaskFileError(
+            f"{path}: [evaluation] makes {len(made)} tasks of each of {len(versions)} versions; allowed are {MAX_COUNT}"
+        )
+    return tuple(evaluating(task, version) for version in versions for task in made)
+
+
+def evaluating(task: TaskSpec, version: int) -> TaskSpec:
+    """The task, to evaluate this version: the same one has another name for each."""
+    return msgspec.structs.replace(task, task=f"{task.task}-v{version:06d}", purpose="evaluate", from_version=version)

@@ -161,6 +161,9 @@ class TaskFields(Input):
     max_turns: int | None = Field(default=None, ge=1, le=task_rules.MAX_TURNS)
     time_budget_s: float | None = Field(default=None, ge=task_rules.MIN_TIME_BUDGET_S, le=task_rules.MAX_TIME_BUDGET_S)
     purpose: Literal["train", "evaluate"] = "train"
+    from_version: int = Field(
+        default=0, ge=0, le=task_rules.MAX_VERSION, description="It evaluates weights from this version on"
+    )
     repeat: int = Field(default=1, ge=1, le=task_rules.MAX_REPEAT, description="How many groups are made of it")
     family: str | None = Field(default=None, min_length=1, max_length=task_rules.MAX_NAME)
     labels: dict[str, str] = Field(default={}, max_length=task_rules.MAX_LABELS)

@@ -75,6 +75,13 @@ def refusal(run: RunSpec, specs: list[TaskSpec]) -> str | None:
     stepped = next((spec.task for spec in specs if spec.steps), None)
     if stepped is not None and (field := _not_with_steps(run)) is not None:
         return f"task {stepped} has steps and run {run.run} sets {field}; allowed are tasks without steps there"
+    if (
+        early := next((spec for spec in specs if spec.from_version > (run.updates or spec.from_version)), None)
+    ) is not None:
+        return (
+            f"task {early.task} evaluates weights from version {early.from_version} on and run {run.run} ends with "
+            f"version {run.updates}; allowed are versions up to that"
+        )
     if run.state == "active":
         return None
     if run.state == "finished":

@@ -14,12 +14,13 @@ the oldest unconsumed group was admitted, as long as no more is admitted than th
 burst has to be complete before any of it is trained, so it is admitted whole; what would be too old then is dropped.
 
 Tasks are taken in the order of submission, `repeat` times each. Groups that evaluate are no part of the depth: they
-are admitted as they come, with one execution each.
+are admitted as they come, or once the version is published that they are to evaluate, with one execution each.
 """
 
 import hashlib
+import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from opengyre.proto import ids
@@ -138,6 +139,8 @@ class TaskQueue:
         self._whole: dict[str, TaskSpec] = {}
         self._forgets = False
         self._waiting: dict[str, deque[_Waiting]] = {"train": deque(), "evaluate": deque()}
+        self._later: list[tuple[int, int, _Waiting]] = []
+        """A heap of those that evaluate a version that is not published: version, number, task."""
 
     def submit(self, task: TaskSpec) -> None:
         """A task that is known already is not taken again."""
@@ -145,7 +148,9 @@ class TaskQueue:
             return
         self._known.add(task.task)
         left = task.repeat - self._made.get(task.task, 0)
-        if left > 0:
+        if left > 0 and task.from_version > 0:
+            heapq.heappush(self._later, (task.from_version, len(self._known), _Waiting(task, left)))
+        elif left > 0:
             self._waiting[task.purpose].append(_Waiting(task, left))
         if left > 0 or not self._forgets:
             self._whole[task.task] = task
@@ -157,10 +162,19 @@ class TaskQueue:
     def forget_made(self) -> None:
         """From now on keep only tasks of which groups are still to be made."""
         self._forgets = True
-        self._whole = {item.task.task: item.task for waiting in self._waiting.values() for item in waiting}
+        self._whole = {item.task.task: item.task for item in self._all()}
 
-    def take(self, purpose: str, most: int) -> list[TaskSpec]:
-        """The next tasks, `most` groups at most; a task comes as often as groups are made of it."""
+    def _all(self) -> Iterator[_Waiting]:
+        for waiting in self._waiting.values():
+            yield from waiting
+        for _, _, item in self._later:
+            yield item
+
+    def take(self, purpose: str, most: int, published: int = 0) -> list[TaskSpec]:
+        """The next tasks, `most` groups at most; a task comes as often as groups are made of it. Of those that evaluate
+        none whose version is not `published`."""
+        while self._later and self._later[0][0] <= published:
+            self._waiting["evaluate"].append(heapq.heappop(self._later)[2])
         taken: list[TaskSpec] = []
         waiting = self._waiting[purpose]
         while waiting and len(taken) < most:
@@ -174,13 +188,13 @@ class TaskQueue:
         return taken
 
     def waiting(self, purpose: str) -> int:
-        """How many groups can still be made."""
+        """How many groups can be made now, as far as the tasks go."""
         return sum(item.left for item in self._waiting[purpose])
 
     @property
     def tasks_waiting(self) -> int:
         """Tasks of which not all groups were made."""
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._waiting.values())) + len(self._later)
 
 
 def made_of(entries: Iterable[GroupEntry]) -> dict[str, int]:

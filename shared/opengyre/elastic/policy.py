@@ -6,7 +6,8 @@ while finished groups wait, and one at least trains once half a batch waits. `gl
 together, once a burst is complete. `static` keeps a split.
 
 Invariants:
-- An operator's wish is obeyed at once; all else moves only cells that have settled and dwelt in their role.
+- An operator's wish is obeyed at once; all else moves only cells that have settled and dwelt in their role, but for
+  `static`, which sends cells that have not begun yet.
 - While executions are live, no cell leaves the rollout role unless another one serves. The exceptions are a lone cell,
   which must alternate, and `global`: then the episodes are SUSPENDED (`suspends`).
 - A cell that trains goes on until no group waits or, with work left in name only (all of it is in accumulators that
@@ -175,9 +176,16 @@ def _static(given: PolicyInput, free: Sequence[CellView]) -> list[RoleChange]:
     wanted = min(max(0, given.elastic.train_cells - wished), len(free) - 1)
     serving, training = _split(free)
     reason = f"static: {given.elastic.train_cells} cells train"
-    if len(training) > wanted:
-        return _bring_back(given, training, len(training) - wanted, reason)
-    return _send(given, serving, len(free), wanted - len(training), reason)
+    lacking = wanted - len(training)
+    if lacking < 0:
+        return _bring_back(given, training, -lacking, reason)
+    # It has no engine yet and would start one only to end it. Others are left to serve: `wanted` is below `free`.
+    starting = [cell for cell in serving if cell.state is HostState.STARTING][:lacking]
+    begun = [cell for cell in serving if cell not in starting]
+    return [
+        *(RoleChange(cell=cell.cell, role="train", reason=reason) for cell in starting),
+        *_send(given, begun, len(free), lacking - len(starting), reason),
+    ]
 
 
 def _together(given: PolicyInput, free: Sequence[CellView], standalone: int) -> list[RoleChange]:

@@ -1,0 +1,111 @@
+"""What `gyre run show` makes of a run's events: phases, held-out scores, nothing that was not recorded."""
+
+import random
+
+from opengyre.cli.run_facts import Evaluated, facts
+from opengyre.cli.run_show import table
+from opengyre.proto.base import Event
+from opengyre.proto.task import GroupScored, TaskAdmitted
+from opengyre.proto.update import Committed, Contributed, UpdateStats
+from opengyre.proto.weights import Manifest, WeightsApplied, WeightsPublished
+
+STATS = UpdateStats(
+    executions=4, tokens=40, path_tokens=400, unique_tokens=150, busy_s=6.0, logprob_gap_sum=0.4, logprob_gap_tokens=40
+)
+
+
+def admitted(group: str, version: int) -> TaskAdmitted:
+    return TaskAdmitted(run="r", task=f"t-{group}", group=group, executions=(f"{group}-e00",), version=version)
+
+
+def scored(group: str, score: float | None, outcome: str = "ready") -> GroupScored:
+    scores = {} if score is None else {f"{group}-e00": score}
+    return GroupScored(
+        run="r", task=f"t-{group}", group=group, outcome=outcome, scores=scores, sampled_version_min=0,
+        sampled_version_max=0, tokens=9,
+    )  # fmt: skip
+
+
+def contributed(update: int, host: str, attempt: str = "a") -> Contributed:
+    return Contributed(
+        run="r", update=update, attempt=attempt, host=host, contribution=f"{host}-{attempt}", groups=("g0",),
+        gradient="sha256:0", stats=UpdateStats(),
+    )  # fmt: skip
+
+
+def committed(update: int, groups: tuple[str, ...], stats: UpdateStats = STATS) -> Committed:
+    return Committed(
+        run="r", update=update, attempt="a", version=update, published=True, groups=groups,
+        executions=tuple(f"{group}-e00" for group in groups), staleness=(0, 1)[: len(groups)], score=0.5,
+        gradient_norm=1.0, stats=stats,
+    )  # fmt: skip
+
+
+def published(version: int) -> WeightsPublished:
+    manifest = Manifest(run="r", version=version, parent=None, step=version, directory="/w", files=())
+    return WeightsPublished(run="r", manifest=manifest)
+
+
+def applied(version: int, host: str) -> WeightsApplied:
+    return WeightsApplied(run="r", version=version, host=host, boot="b", duration_s=1.0)
+
+
+LOG: list[tuple[float, Event]] = [
+    (100.0, published(0)),
+    (101.0, applied(0, "h0")),
+    (102.0, admitted("g0", 0)),
+    (103.0, admitted("g1", 0)),
+    (103.0, admitted("e0", 0)),
+    (103.5, admitted("e1", 0)),
+    (110.0, scored("e0", 1.0, "evaluated")),
+    (112.0, scored("g0", 0.25)),
+    (120.0, scored("g1", 0.75)),
+    (121.0, contributed(1, "h1", "crashed")),
+    (123.0, contributed(1, "h1")),
+    (124.0, contributed(1, "h2")),
+    (126.0, committed(1, ("g0", "g1"))),
+    (127.0, published(1)),
+    (130.0, scored("e1", 0.5, "evaluated")),
+    (131.0, applied(1, "h0")),
+    (150.0, applied(1, "h1")),
+]
+
+
+def test_phases_of_an_update_are_between_what_was_recorded() -> None:
+    (row,) = facts("r", LOG).updates
+    phases = row.phases
+    assert (phases.rollout, phases.commit, phases.weights) == (18.0, 2.0, 5.0)
+    assert phases.training == 3.0, "two cells shared six seconds; the attempt that crashed is none of it"
+    assert phases.wait == 124.0 - 102.0 - 3.0
+    assert row.seconds == 131.0 - 102.0, "the first host that serves it ends it"
+    assert (row.gap, row.unique_tokens, row.path_tokens, row.staleness) == (0.01, 150, 400, 0.5)
+
+
+def test_a_held_out_score_is_of_the_version_that_was_published_at_admission() -> None:
+    found = facts("r", [*LOG, (132.0, admitted("e2", 1)), (140.0, scored("e2", 0.25, "evaluated"))])
+    assert found.evaluations == (
+        Evaluated(version=0, score=0.75, tasks=2, overtaken=1),
+        Evaluated(version=1, score=0.25, tasks=1),
+    )
+    assert found.updates[0].held_out == 0.25
+
+
+def test_the_order_of_events_and_their_repetition_change_nothing() -> None:
+    shuffled = LOG * 2
+    random.Random(3).shuffle(shuffled)
+    assert facts("r", shuffled) == facts("r", LOG)
+
+
+def test_what_was_not_recorded_is_not_said() -> None:
+    quiet = UpdateStats(executions=1)
+    (row,) = facts("r", [(5.0, committed(1, ("g0",), quiet))]).updates
+    assert (row.gap, row.held_out, row.seconds) == (None, None, None)
+    assert (row.phases.rollout, row.phases.wait, row.phases.commit, row.phases.weights) == (None, None, None, None)
+    unscored = facts("r", [(1.0, admitted("e", 0)), (2.0, scored("e", None, "evaluated"))])
+    assert unscored.evaluations == (Evaluated(version=0, score=None, tasks=0, unscored=1),)
+
+
+def test_the_table_has_a_cell_for_each_column() -> None:
+    shown = table(facts("r", LOG))
+    assert shown.row_count == 1
+    assert len({len(list(column.cells)) for column in shown.columns}) == 1
