@@ -200,6 +200,25 @@ async def test_groups_are_admitted_at_boundaries_only(stage: Stage, replicas: Re
     assert sorted(told) == groups_of(await stage.dispatched())
 
 
+async def test_a_version_is_evaluated_once_it_is_published(stage: Stage, replicas: Replicas) -> None:
+    await stage.begin(tasks=0)
+    await stage.submit("after", purpose="evaluate", from_version=2)
+    await stage.submit("before", purpose="evaluate")
+    await stage.submit("trains")
+    first = replicas.start()
+    await stage.report()
+    await stage.publish(0)
+    await eventually(lambda: stage.admitted(2))
+    assert {event.task.task for event in await stage.dispatched()} == {"before", "trains"}
+    first.kill()
+    first.wait(10)
+    replicas.start()  # what waits is read from the log
+    await stage.publish(2)
+    await eventually(lambda: stage.admitted(3))
+    last = (await stage.dispatched())[-1]
+    assert (last.task.task, last.version) == ("after", 2)
+
+
 async def test_a_replica_takes_over_from_one_killed_while_it_admits(stage: Stage, replicas: Replicas) -> None:
     run = RunSpec(run="r", model="/x", dispatch=Dispatch(phi=0, mu=10, batch_groups=10, group_size=8))
     await stage.begin(run, tasks=100)

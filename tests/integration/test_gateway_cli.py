@@ -18,11 +18,12 @@ from opengyre.cli.stack import StackError
 from opengyre.cli.task_files import batches, load_tasks
 from opengyre.gateway import examples
 from opengyre.proto import codec, subjects
+from opengyre.proto.base import Event
 from opengyre.proto.decision import Decision
 from opengyre.proto.dlq import DeadLetter
 from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.run import RunSpec
-from opengyre.proto.task import TaskSpec, TaskSubmitted
+from opengyre.proto.task import GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, RunFinished, UpdateStats
 from opengyre.shared.bus import Bucket, Bus, read
 from support import eventually
@@ -42,6 +43,7 @@ async def run_there(gyre: Gyre) -> None:
     await eventually(lambda: "demo" in gyre.running.gateway.deps.run_view.values)
 
 
+EVALUATION = '[evaluation]\ngenerator = "shelltasks"\n'
 TOML = """\
 task = "from-toml"
 instruction = "write hello into a"
@@ -227,6 +229,59 @@ async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus
     assert [(update["update"], update["score"]) for update in updates] == [(1, 0.5), (2, 1.0)]
 
 
+async def test_a_followed_run_ends_with_the_evaluation_of_its_last_policy(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(f"{recipe.read_text()}{EVALUATION}count = 2\n")
+    facts = await gyre.json("run", str(recipe), "--dry-run")
+    assert (facts["evaluations"], facts["evaluated_versions"]) == (4, [0, 2])
+    assert "2 held-out tasks evaluate each of the versions 0, 2" in await gyre.shown("run", str(recipe), "--dry-run")
+    names = [task.task for task in read_recipe(recipe).evaluation]
+    following = asyncio.create_task(gyre.lines("run", str(recipe)))
+    runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
+
+    async def submitted() -> bool:
+        return len(await bus.subjects(subjects.TASKS, subjects.task("shell", "*", "submitted"))) == 10
+
+    async def evaluate(name: str, version: int, score: float) -> None:
+        for event in evaluation(name, f"shell-g{names.index(name):06d}", version, score):
+            kind = "admitted" if isinstance(event, TaskAdmitted) else "scored"
+            await bus.publish(subjects.task("shell", name, kind), event)
+
+    await eventually(submitted)
+    first = (await read(bus, subjects.TASKS, subjects.task("shell", "*", "submitted")))[0].event()
+    assert isinstance(first, TaskSubmitted)
+    assert first.task == names[0], "the first policy is evaluated before it is trained"
+    await evaluate(names[0], 0, 0.0)
+    await evaluate(names[1], 0, 0.5)
+    found = await runs.get("shell")
+    assert found is not None
+    await runs.update("shell", msgspec.structs.replace(found[0], state="finished"), found[1])
+    await evaluate(names[2], 2, 1.0)
+    await asyncio.wait([following], timeout=1.5)
+    assert not following.done(), "one evaluation is lacking"
+    await evaluate(names[3], 2, 0.5)
+    async with asyncio.timeout(20):
+        lines = await following
+    assert lines == [
+        {"evaluated_version": 0, "score": 0.25, "tasks": 2},
+        {"evaluated_version": 2, "score": 0.75, "tasks": 2},
+    ]
+    shown = await gyre.json("run", "show", "shell")
+    assert [(one["version"], one["score"]) for one in shown["evaluations"]] == [(0, 0.25), (2, 0.75)]
+    assert "version 2: held-out score 0.750 of 2 tasks" in await gyre.shown("run", "show", "shell")
+    assert "| update |" in await gyre.shown("run", "show", "shell", "--markdown")
+    assert "has recorded no update" in await gyre.refused("run", "show", "other")
+
+
+def evaluation(name: str, group: str, version: int, score: float) -> tuple[Event, Event]:
+    member = f"{group}-e00"
+    scored = GroupScored(
+        run="shell", task=name, group=group, outcome="evaluated", scores={member: score}, sampled_version_min=version,
+        sampled_version_max=version, tokens=1,
+    )  # fmt: skip
+    return TaskAdmitted(run="shell", task=name, group=group, executions=(member,), version=version), scored
+
+
 @pytest.mark.parametrize(("turns", "said"), [(40, True), (4, False)])
 async def test_a_dry_run_says_that_tasks_turns_go_before_the_harness(
     gyre: Gyre, tmp_path: Path, turns: int, said: bool
@@ -241,9 +296,6 @@ async def test_a_dry_run_says_that_tasks_turns_go_before_the_harness(
 async def test_a_run_can_be_started_without_following_it(gyre: Gyre, tmp_path: Path) -> None:
     report = await gyre.json("run", str(write_recipe(tmp_path)), "--no-follow")
     assert (report["spec"]["run"], report["spec"]["state"]) == ("shell", "active")
-
-
-EVALUATION = '[evaluation]\ngenerator = "shelltasks"\n'
 
 
 def test_a_recipe_evaluates_the_first_policy_the_last_one_and_some_between(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from opengyre.proto.task import (
     TaskSubmitted,
     TaskTests,
 )
+from opengyre.proto.task_rules import InvalidTaskError, validate_task
 from opengyre.proto.traj import Bulk, Call, Part, VersionSpan
 
 SPEC = TaskSpec(task="t", instruction="x", checks=(Check(name="a", command="true", weight=1.0),), repeat=2)
@@ -187,6 +188,17 @@ def test_a_finished_run_takes_tasks_that_evaluate_it_and_a_stopped_one_none() ->
     assert refusal(finished, [evaluate]) is None
     assert "purpose evaluate" in (refusal(finished, [evaluate, SPEC]) or "")
     assert "stopped" in (refusal(stopped, [evaluate]) or "")
+
+
+def test_a_task_that_evaluates_a_version_that_never_comes_is_refused() -> None:
+    later = msgspec.structs.replace(SPEC, purpose="evaluate", from_version=5)
+    assert refusal(RunSpec(run="r", model="m"), [later]) is None, "it has no last version"
+    assert refusal(RunSpec(run="r", model="m", updates=5), [later]) is None
+    assert "ends with version 4" in (refusal(RunSpec(run="r", model="m", updates=4), [SPEC, later]) or "")
+    with pytest.raises(InvalidTaskError, match="from_version is 5 and purpose is train"):
+        validate_task(msgspec.structs.replace(later, purpose="train"))
+    with pytest.raises(InvalidTaskError, match="from_version is -1; allowed are values from 0"):
+        validate_task(msgspec.structs.replace(later, from_version=-1))
 
 
 def test_a_task_of_steps_is_refused_where_the_run_branches_or_measures_progress() -> None:
