@@ -257,8 +257,6 @@ async def test_a_followed_run_ends_with_the_evaluation_of_its_last_policy(gyre: 
     assert found is not None
     await runs.update("shell", msgspec.structs.replace(found[0], state="finished"), found[1])
     await evaluate(names[2], 2, 1.0)
-    await asyncio.wait([following], timeout=1.5)
-    assert not following.done(), "one evaluation is lacking"
     await evaluate(names[3], 2, 0.5)
     async with asyncio.timeout(20):
         lines = await following
