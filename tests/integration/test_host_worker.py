@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from opengyre.host import worker as worker_module
 from opengyre.host.gradients import TorchLearner, items_of
 from opengyre.host.worker import Worker
 from opengyre.learn.codec import unflatten
@@ -108,6 +109,21 @@ class Trainer:
             yield
 
 
+class SlowTrainer(Trainer):
+    """Takes its time over a gradient."""
+
+    def __init__(self, base: Manifest, work: list[GroupReady]) -> None:
+        super().__init__(base, work)
+        self.asked, self.answer = asyncio.Event(), asyncio.Event()
+        self.offers = 0
+
+    async def hand_over(self, request: HandOver) -> HandOverReply:
+        self.offers += bool(request.executions)
+        self.asked.set()
+        await self.answer.wait()
+        return await super().hand_over(request)
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Manifest:
     model = TinyModel(CONFIG, seed=1)
@@ -159,6 +175,24 @@ async def test_contributions_add_up_to_the_gradient_of_the_whole(bus: Bus, conte
     for name, wanted in whole.items():
         assert wanted.abs().max() > 0
         torch.testing.assert_close(one[name] + two[name], wanted, rtol=1e-4, atol=1e-7)
+
+
+async def test_a_cell_gives_signs_of_life_while_it_hands_a_large_gradient_over(
+    bus: Bus, context: Context, base: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of a half gigabyte took longer than a cell may be silent, so what it had computed was thrown away; and
+    it was offered again while the trainer was still reading it."""
+    monkeypatch.setattr(worker_module, "TAKE_S", 0.05)
+    monkeypatch.setattr(worker_module, "TAKEN_PER_S", 1 << 10)
+    trainer = SlowTrainer(base, [group(0)])
+    async with trainer.serve(bus), training(context) as (worker, _):
+        await asyncio.wait_for(trainer.asked.wait(), 20)
+        assert worker.group == group(0).group
+        await asyncio.sleep(0.5)  # ten times as long as a small one may take
+        trainer.answer.set()
+        await eventually(lambda: worker.group is None and trainer.offers == 1)
+    assert held(trainer.taken[0]) == [group(0).group]
+    assert trainer.offers == 1
 
 
 async def test_a_cell_that_leaves_finishes_its_group_and_hands_over(bus: Bus, context: Context, base: Manifest) -> None:

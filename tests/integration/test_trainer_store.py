@@ -1,5 +1,6 @@
 """Checkpoints on a real disk: complete or absent, checked, and committed by one trainer only."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
@@ -132,8 +133,12 @@ def same(one: Learner, other: Learner) -> bool:
 
 def step(one: Learner, *gradients: bytes, scale: float = 1.0, update: int = 1, updates: int | None = None):
     total = Total()
-    for number, content in enumerate(gradients):
-        one.add(total, f"c{number}", content)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, content in enumerate(gradients):
+            path = Path(folder) / f"c{number}"
+            path.write_bytes(content)
+            one.check(path)
+            one.add(total, path.name, path)
     return one.step(total, scale, update=update, updates=updates), total
 
 

@@ -41,6 +41,10 @@ GOODBYE_S: Final = 0.5
 """How long a worker that holds nothing tries to say that it leaves."""
 LEAVE_PATIENCE_S: Final = 8.0
 """How long a worker that leaves tries to hand over; then the trainer's own timeout leases its groups again."""
+TAKE_S: Final = 5.0
+"""How long the trainer may take to look at a gradient that is small."""
+TAKEN_PER_S: Final = 16 << 20
+"""Bytes of a gradient that it looks at in a second at least, on a machine that is busy."""
 
 UNANSWERED: Final = (RpcFailedError, RpcUnavailableError)
 GROUP_FAULTS: Final = (UntrainableError, WeightsError, ModelDirectoryError, BlobMissingError, msgspec.DecodeError)
@@ -165,6 +169,15 @@ class Worker:
         held = self._held
         if held is None:
             return
+        # Heartbeats that name a group are signs of life to the trainer: a large gradient takes longer to write and to
+        # look at than a cell may be silent.
+        self.group = held.groups[-1] if held.groups else None
+        try:
+            await self._offer(held, leaving=leaving, patience_s=patience_s)
+        finally:
+            self.group = None
+
+    async def _offer(self, held: Accumulator, *, leaving: bool, patience_s: float) -> None:
         try:
             content = await self._learner.encoded(held)
         except LearnerLostError as error:
@@ -172,6 +185,8 @@ class Worker:
             return
         # Not synced: the groups are acknowledged at the commit, so a gradient need not outlive a crash of the machine.
         gradient = await self._context.blobs.put(content, durable=False)
+        more_s = len(content) / TAKEN_PER_S
+        del content  # as large as the model
         request = HandOver(
             host=self._host,
             boot=self._boot,
@@ -184,10 +199,12 @@ class Worker:
             leaving=leaving,
         )
         try:
-            with self._context.waits.on("the trainer to take a gradient", patience_s):
+            with self._context.waits.on("the trainer to take a gradient", patience_s + more_s):
+                # Asked again too early it would read all of it once more.
                 reply = await call(
-                    self._context.bus, "trainer", "any", "hand_over", request, HandOverReply, patience_s=patience_s
-                )
+                    self._context.bus, "trainer", "any", "hand_over", request, HandOverReply,
+                    timeout_s=TAKE_S + more_s, patience_s=patience_s + more_s,
+                )  # fmt: skip
         except UNANSWERED as error:
             log.warning("hand over of %s: %s", held.contribution, error)
             return

@@ -1,6 +1,6 @@
 """Where cells come for work: one update's machine, with its effects told as events and its answers as replies.
 
-Awaits: a hand-over waits for its gradient to be read and parsed in the torch thread; nothing else waits here.
+Awaits: a hand-over waits for its gradient to be read and checked in a thread; nothing else waits here.
 """
 
 import asyncio
@@ -184,9 +184,9 @@ class Desk:
         if self.update.phase is not Phase.COLLECTING:
             return None  # Only what we have already can be accepted now, and that was looked at.
         try:
-            content = await self._blobs.get(gradient)
+            path = await self._blobs.file(gradient)
             # Not in the trainer's thread, which may end before the answer: it looks at names and shapes only.
-            await asyncio.to_thread(self._state.learner.parse, content)
+            await asyncio.to_thread(self._state.learner.check, path)
         except (BlobMissingError, GradientFormatError) as error:
             return str(error)
         return None

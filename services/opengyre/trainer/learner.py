@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from opengyre.learn.codec import unflatten
+from opengyre.learn.codec import check_file, read_file
 from opengyre.learn.update import NonFiniteGradientError, apply_update
 from opengyre.policy.canary import canary_of
 from opengyre.policy.open import Policy, build, open_policy
@@ -91,13 +91,13 @@ class Learner:
     def context(self) -> int:
         return self.policy.context
 
-    def parse(self, gradient: bytes) -> dict[str, Tensor]:
-        """A handed-over gradient; raises `GradientFormatError` unless it is one of this model's."""
-        return unflatten(gradient, self.policy.parameters())
+    def check(self, gradient: Path) -> None:
+        """Raises `GradientFormatError` unless the file is a handed-over gradient of this model."""
+        check_file(gradient, self.policy.parameters())
 
-    def add(self, total: Total, name: str, gradient: bytes) -> None:
-        """Add contribution `name` to the sum."""
-        parsed = self.parse(gradient)
+    def add(self, total: Total, name: str, gradient: Path) -> None:
+        """Add contribution `name`, a file, to the sum."""
+        parsed = read_file(gradient, self.policy.parameters())
         if not all(bool(torch.isfinite(tensor).all()) for tensor in parsed.values()):
             total.broken.append(name)
         for key, tensor in parsed.items():

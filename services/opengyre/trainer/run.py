@@ -270,8 +270,8 @@ class RunTrainer:
         update, learner = desk.update, self._state.learner
         total = Total()
         for name in sorted(update.contributions):
-            content = await self._context.blobs.get(update.contributions[name].gradient)
-            await self._off_loop(learner.add, total, name, content)
+            path = await self._context.blobs.file(update.contributions[name].gradient)
+            await self._off_loop(learner.add, total, name, path)
         elapsed = round(asyncio.get_running_loop().time() - opened, 3)
         blobs = [held.ready.blob for held in stock.ending(update.units) if held.ready.blob is not None]
         spec = self.spec

@@ -1,10 +1,13 @@
-"""Gradients as bytes (safetensors, float32), for handing an accumulator over, and back with all shapes checked."""
+"""Gradients as bytes (safetensors, float32), for handing an accumulator over, and back with all shapes checked.
 
-from collections.abc import Mapping
+A large one is checked and read as a file: its bytes would be copied while no other thread of the process runs.
+"""
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 
@@ -23,14 +26,41 @@ def unflatten(data: bytes, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gradients = load(data)
     except SafetensorError as error:
         raise GradientFormatError(f"the gradient is not safetensors data: {error}") from error
-    for name in sorted(like.keys() ^ gradients.keys()):
+    _check({name: (found.shape, str(found.dtype)) for name, found in gradients.items()}, like)
+    return gradients
+
+
+def check_file(path: Path, like: Mapping[str, Tensor]) -> None:
+    """Raises `GradientFormatError` unless the file's names and shapes are those of `like`. Reads no more than these."""
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            found = {
+                name: (part.get_shape(), DTYPES.get(part.get_dtype(), part.get_dtype()))
+                for name, part in slices.items()
+            }
+    except SafetensorError as error:
+        raise GradientFormatError(f"the gradient is not safetensors data: {error}") from error
+    _check(found, like)
+
+
+def read_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients in a file that must stay as it is, on the CPU; names and shapes must be those of `like`."""
+    check_file(path, like)
+    return load_file(path)
+
+
+DTYPES = {"F32": "torch.float32"}
+
+
+def _check(found: Mapping[str, tuple[Sequence[int], str]], like: Mapping[str, Tensor]) -> None:
+    for name in sorted(like.keys() ^ found.keys()):
         state = "missing" if name in like else "not one of the model's"
         raise GradientFormatError(f"the gradient's tensor {name} is {state}")
     for name, wanted in like.items():
-        found = gradients[name]
-        if found.shape != wanted.shape or found.dtype != torch.float32:
+        shape, dtype = found[name]
+        if tuple(shape) != tuple(wanted.shape) or dtype != "torch.float32":
             raise GradientFormatError(
-                f"the gradient's tensor {name} is {tuple(found.shape)} {found.dtype}; "
+                f"the gradient's tensor {name} is {tuple(shape)} {dtype}; "
                 f"the model needs {tuple(wanted.shape)} torch.float32"
             )
-    return gradients
