@@ -19,7 +19,7 @@ from opengyre.proto.base import Event
 from opengyre.shared.bus import Bus, BusError, read
 
 COLUMNS: Final = (
-    *("update", "score", "held-out", "parity gap", "trained", "unique", "path", "d"),
+    *("update", "score", "held-out", "gap", "trained", "unique", "path", "d"),
     *("rollout", "training", "wait", "commit", "weights", "seconds"),
 )
 
@@ -40,7 +40,12 @@ def show(
     if json:
         show_json(msgspec.to_builtins(found))
         return
-    console.print(table(found, markdown=markdown), soft_wrap=markdown)
+    if markdown:
+        for line in (COLUMNS, ["--:"] * len(COLUMNS), *rows(found)):
+            print(f"| {' | '.join(line)} |")
+        print()
+    else:
+        console.print(table(found))
     for one in found.evaluations:
         beside = f", {one.unscored} without a score" if one.unscored else ""
         late = f", {one.overtaken} after the next version was published" if one.overtaken else ""
@@ -53,18 +58,27 @@ def show(
                 console.print(f"update {row.update}: {what}: {sentence}", markup=False)
 
 
-def table(found: RunFacts, *, markdown: bool = False) -> Table:
+def rows(found: RunFacts) -> list[list[str]]:
     """An update a row; times are seconds, the gap is in nats, tokens are counted."""
-    result = Table(*COLUMNS, box=box.MARKDOWN if markdown else box.HEAVY_HEAD)
-    for row in found.updates:
-        phases = row.phases
-        result.add_row(
+    return [
+        [
             *(str(row.update), number(row.score, 3), number(row.held_out, 3)),
             "-" if row.gap is None else f"{row.gap:.1e}",
             *(str(row.tokens), str(row.unique_tokens), str(row.path_tokens), number(row.staleness)),
-            *(number(phases.rollout, 1), number(phases.training, 1), number(phases.wait, 1)),
-            *(number(phases.commit, 1), number(phases.weights, 1), number(row.seconds, 1)),
-        )
+            *(number(row.phases.rollout, 1), number(row.phases.training, 1), number(row.phases.wait, 1)),
+            *(number(row.phases.commit, 1), number(row.phases.weights, 1), number(row.seconds, 1)),
+        ]
+        for row in found.updates
+    ]
+
+
+def table(found: RunFacts) -> Table:
+    """The rows for a terminal."""
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        result.add_column(name, justify="right", no_wrap=True)
+    for row in rows(found):
+        result.add_row(*row)
     return result
 
 
