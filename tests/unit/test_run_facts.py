@@ -1,6 +1,7 @@
 """What `gyre run show` makes of a run's events: phases, held-out scores, nothing that was not recorded."""
 
 import random
+from typing import Literal
 
 from opengyre.cli.run_facts import Evaluated, facts
 from opengyre.cli.run_show import COLUMNS, rows, table
@@ -18,7 +19,7 @@ def admitted(group: str, version: int) -> TaskAdmitted:
     return TaskAdmitted(run="r", task=f"t-{group}", group=group, executions=(f"{group}-e00",), version=version)
 
 
-def scored(group: str, score: float | None, outcome: str = "ready") -> GroupScored:
+def scored(group: str, score: float | None, outcome: Literal["ready", "evaluated"] = "ready") -> GroupScored:
     scores = {} if score is None else {f"{group}-e00": score}
     return GroupScored(
         run="r", task=f"t-{group}", group=group, outcome=outcome, scores=scores, sampled_version_min=0,

@@ -35,10 +35,7 @@ def check_file(path: Path, like: Mapping[str, Tensor]) -> None:
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            found = {
-                name: (part.get_shape(), DTYPES.get(part.get_dtype(), part.get_dtype()))
-                for name, part in slices.items()
-            }
+            found = {name: (part.get_shape(), _dtype(str(part.get_dtype()))) for name, part in slices.items()}
     except SafetensorError as error:
         raise GradientFormatError(f"the gradient is not safetensors data: {error}") from error
     _check(found, like)
@@ -50,7 +47,8 @@ def read_file(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return load_file(path)
 
 
-DTYPES = {"F32": "torch.float32"}
+def _dtype(name: str) -> str:
+    return "torch.float32" if name == "F32" else name
 
 
 def _check(found: Mapping[str, tuple[Sequence[int], str]], like: Mapping[str, Tensor]) -> None:
