@@ -27,16 +27,21 @@ def settings(**changes: Any) -> HostSettings:
 
 def test_a_plan_serves_tokens_and_says_in_what() -> None:
     found = plan(
-        FACTS, settings(vllm_context=1024, capacity=8, vllm_arguments=("--enforce-eager",)), gpus=0, free_bytes=8 * GIB
+        FACTS,
+        settings(vllm_context=1024, capacity=8, vllm_arguments=("--no-enforce-eager",)),
+        gpus=0,
+        free_bytes=8 * GIB,
     )
     joined = " ".join(found.arguments)
     for part in ("--dtype float32", "--max-model-len 1024", "--max-num-seqs 8", "--logprobs-mode processed_logprobs"):
         assert part in joined
-    assert found.arguments[-1] == "--enforce-eager"
+    assert found.arguments[-1] == "--no-enforce-eager", "what a person says goes before ours"
+    assert "--enforce-eager" in found.arguments, "compiling a model takes minutes at its first start"
     assert found.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert found.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     gpu = plan(FACTS, settings(vllm_dtype="bfloat16", vllm_tensor_parallel=2), gpus=2, free_bytes=8 * GIB)
     assert "--enable-sleep-mode" in gpu.arguments
+    assert "--enforce-eager" not in gpu.arguments
     assert gpu.weight_bytes == 50 << 20
     assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.environment
 

@@ -172,7 +172,10 @@ def _arguments(facts: Facts, settings: HostSettings, dtype: str, *, cpu: bool) -
         "--worker-extension-cls", "gyre_vllm_worker.Extension",
         "--disable-uvicorn-access-log",
     )  # fmt: skip
-    own = () if cpu else ("--gpu-memory-utilization", str(settings.vllm_memory_fraction), "--enable-sleep-mode")
+    own: Sequence[str] = ("--gpu-memory-utilization", str(settings.vllm_memory_fraction), "--enable-sleep-mode")
+    if cpu:
+        # Each switch to rollout is a start, and a start that compiles a model for the first time takes minutes.
+        own = ("--enforce-eager",)
     return (*found, *own, *settings.vllm_arguments)
 
 
