@@ -109,7 +109,8 @@ class Learner:
     def step(
         self, total: Total, scale: float, *, update: int = 1, updates: int | None = None, refused: str | None = None
     ) -> Stepped:
-        """Step by the sum times `scale`, unless it is not finite, or there is none: then nothing changes.
+        """Step by the sum times `scale`, unless it is not finite, or there is none: then the policy does not change.
+        The sum is scaled where it is, since it is twice as large as the model.
 
         `update`: its number, of `updates` in the run; the learning rate depends on them. `refused`: why it is not to be
         stepped by, whatever it is.
@@ -119,7 +120,7 @@ class Learner:
             return Stepped(0.0, refused, rate)
         if not total.gradients:
             return Stepped(0.0, "no execution of it has a score", rate)
-        scaled = {name: tensor * scale for name, tensor in total.gradients.items()}
+        scaled = {name: tensor.mul_(scale) for name, tensor in total.gradients.items()}
         set_learning_rate(self.optimizer, rate)
         try:
             norm = apply_update(self.model, self.optimizer, scaled, self._optimization.gradient_clip_norm).gradient_norm
