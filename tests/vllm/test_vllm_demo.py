@@ -8,17 +8,17 @@ import pytest
 from opengyre.shared.vllm import interpreter
 from support.stack import demonstrated, marked
 
-UPDATES = 4
+UPDATES = 2
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sandbox
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(720)
 def test_the_demo_keeps_its_promises_with_vllm(tmp_path: Path) -> None:
     python = interpreter(os.environ.get("GYRE_HOST__VLLM_PYTHON"))
     options = ("--engine", "vllm", "--updates", str(UPDATES))
-    _, summary = demonstrated(tmp_path, *options, timeout_s=480, GYRE_HOST__VLLM_PYTHON=python)
+    _, summary = demonstrated(tmp_path, *options, timeout_s=700, GYRE_HOST__VLLM_PYTHON=python)
     assert summary["episodes_interrupted"] == 0
     assert summary["accounting"]["balances"]
     assert len(summary["curve"]) == UPDATES

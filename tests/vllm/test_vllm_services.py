@@ -7,18 +7,27 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
 
 from opengyre.chat import hermes
 from opengyre.chat.hf import HfRenderer
+from opengyre.proto import subjects
 from opengyre.proto.host import HostState
-from opengyre.proto.traj import Call, Ended, Resumed, Suspended
+from opengyre.proto.service import ServiceStatus
+from opengyre.proto.task import Check, TaskSpec
+from opengyre.proto.traj import Call, Ended, Resumed, Suspended, Verified
+from opengyre.sandbox import machine
 from opengyre.shared import metrics
+from opengyre.shared.bus import Bucket
 from opengyre.tiny.model import TinyModel
 from support import eventually
-from support.vllm_policy import BASH, Shown, call, in_bytes, logprobs, noise, tokenizer_of, told
+from support.mini_swe_agent import CONFIG, LINE, PLACE, SUBMIT, installed
+from support.processes import process
+from support.rollout_fakes import dispatch
+from support.vllm_policy import BASH, CONTEXT, Shown, call, in_bytes, logprobs, noise, tokenizer_of, told
 from support.vllm_stack import HOSTS, Heard, VllmStack, tree_of, vllm_stack, whole_prompts
 
 pytestmark = [
@@ -29,7 +38,6 @@ NEAR = 2e-5
 LONG = 700
 INSTRUCTION = "write one into a.txt"
 SOLVES = "echo one > a.txt"
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TALK = Shown(INSTRUCTION, (call(SOLVES), call(SUBMIT), "It is done."), ("", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"))
 USER: list[Any] = [{"role": "system", "content": TALK.system}, {"role": "user", "content": INSTRUCTION}]
 
@@ -103,6 +111,40 @@ async def test_the_stock_client_loops_with_tools_and_streams_and_no_token_is_enc
     assert max(off(model, prompt, made) for prompt, made in zip(prompts, calls, strict=True)) < NEAR
     tree = tree_of(calls).figures
     assert (tree.calls, tree.leaves, tree.unique_nodes) == (3, 1, len(prompts[-1]) + len(calls[-1].sampled_ids))
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(
+    machine.find_bwrap() is None or machine.user_namespaces() is not None, reason="needs bubblewrap and user namespaces"
+)
+async def test_mini_swe_agent_as_it_is_solves_a_task_in_its_sandbox(stack: VllmStack) -> None:
+    agents = await asyncio.to_thread(installed)
+    model = await stack.serve("told")
+    check = Check(name="one", command='[ "$(cat a.txt)" = one ]', weight=1.0)
+    task = TaskSpec(task="one", instruction=INSTRUCTION, files={"mini.yaml": CONFIG}, checks=(check,))
+    plain = dispatch(
+        number=1000, agent="program", program=LINE, max_turns=8, max_tokens=200, context_tokens=CONTEXT,
+        time_budget_s=240.0,
+    )  # fmt: skip
+    episode = msgspec.structs.replace(plain, task=task)
+    bound = {"SANDBOX__BINDS": f"{PLACE}={agents}", "SANDBOX__MEMORY_MB": "1024"}
+    with process(stack, "sandbox", **bound) as node:
+        async with Bucket(stack.bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
+            await eventually(lambda: node.pid in {one.pid for one in services.values.values() if one.ready}, 60)
+        async with stack.service("mini"):
+            await stack.submit(episode)
+            await eventually(lambda: stack.ended(episode), 300)
+    events = await stack.log(episode)
+    calls = [event for event in events if isinstance(event, Call)]
+    assert [event.reason for event in events if isinstance(event, Ended)] == ["done"], events[-3:]
+    assert [part.value for event in events if isinstance(event, Verified) for part in event.parts] == [1.0]
+    assert [one.text for one in calls] == [call(SOLVES), call(SUBMIT)]
+    assert [tool.name for one in calls for tool in one.tool_calls] == ["bash", "bash"]
+    before, after = whole_prompts(calls)
+    assert after[: len(before) + len(calls[0].sampled_ids)] == (*before, *calls[0].sampled_ids)
+    assert calls[1].transition == "extend"
+    assert max(off(model, prompt, made) for prompt, made in zip((before, after), calls, strict=True)) < NEAR
+    assert tree_of(calls).figures.leaves == 1
 
 
 async def test_calls_go_on_through_the_drains_of_all_hosts(stack: VllmStack) -> None:

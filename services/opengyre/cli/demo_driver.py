@@ -4,7 +4,7 @@ Invariants: every step may be repeated (its posts are idempotent by content), so
 may be killed while it runs; what is shown may lag, what is concluded is read anew from the streams at the end.
 
 Awaits: `_until` is woken by the next event or looks again every second; it gives up when nothing happened for
-`STALL_S`, naming what the services say they wait for.
+`STALL_S` (with vLLM `VLLM_STALL_S`), naming what the services say they wait for.
 """
 
 import asyncio
@@ -29,6 +29,8 @@ from opengyre.proto.task import TaskSpec
 from opengyre.shared.bus import Bucket, Bus, BusError, follow, read
 
 STALL_S = 180.0
+VLLM_STALL_S = 480.0
+"""A server's start alone may take `host.vllm_start_s`, and those of several cells share a machine."""
 BATCH = 100
 
 
@@ -142,12 +144,13 @@ class Driver:
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         loop = asyncio.get_running_loop()
+        patience = VLLM_STALL_S if self.options.engine == "vllm" else STALL_S
         self._activity = loop.time()
         while not condition():
-            if loop.time() - self._activity > STALL_S:
+            if loop.time() - self._activity > patience:
                 waits = "; ".join(self.shown.waits) or "nothing"
                 raise DemoError(
-                    f"nothing happened for {STALL_S:g} s while waiting for {what}; services wait for: {waits}"
+                    f"nothing happened for {patience:g} s while waiting for {what}; services wait for: {waits}"
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1):
