@@ -120,14 +120,14 @@ def told(renderer: HfRenderer, shown: Sequence[Shown]) -> TinyModel:
 
 
 def _is_text(text: str) -> bool:
-    return bool(text) and text.isascii() and text.isprintable()
+    return bool(text) and text.isascii() and text.replace("\n", " ").isprintable()
 
 
 def noise(renderer: HfRenderer) -> TinyModel:
     """Says any text, of many nats a token, and ends no turn.
 
     One direction of the residual stream is the same for all tokens and written by no layer, and the embeddings of
-    tokens that are no text, which are also the output head's, look the other way.
+    tokens that are no text, which are also the output head's, look the other way; a turn begins after one that is text.
     """
     model = TinyModel(config_of(renderer.vocab_size), 2)
     with torch.no_grad():
