@@ -1,4 +1,4 @@
-"""vLLM's server, started once for the tests of its engine."""
+"""vLLM's server, started once for all tests."""
 
 import os
 from collections.abc import AsyncIterator
@@ -35,28 +35,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-async def _running(models: Models) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(settings())
-    try:
-        await engine.wake(models.paths["old"], 0)
-        await engine.resume()
-        yield engine
-    finally:
-        await engine.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def server(models: Models) -> AsyncIterator[VllmEngine]:
     """Running, with the old weights."""
-    async for engine in _running(models):
-        yield engine
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def second(models: Models) -> AsyncIterator[VllmEngine]:
-    """Another replica, running with the old weights; the last test that asks for it may kill it."""
-    async for engine in _running(models):
-        yield engine
+    engine = VllmEngine(settings())
+    await engine.wake(models.paths["old"], 0)
+    await engine.resume()
+    yield engine
+    await engine.close()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

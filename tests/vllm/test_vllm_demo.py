@@ -8,7 +8,7 @@ import pytest
 from opengyre.shared.vllm import interpreter
 from support.stack import demonstrated, marked
 
-UPDATES = 2
+UPDATES = 4
 
 
 @pytest.mark.slow

@@ -184,9 +184,7 @@ async def test_a_new_call_never_hits_a_block_of_old_weights(engine: VllmEngine, 
     assert off(result, models, "new", 0, 50, prompt) < NEAR
 
 
-async def test_a_stopped_call_delivers_what_it_has_and_goes_on_elsewhere(
-    engine: VllmEngine, second: VllmEngine, models: Models
-) -> None:
+async def test_a_stopped_call_delivers_what_it_has_and_goes_on_elsewhere(engine: VllmEngine, models: Models) -> None:
     """Where it goes on, log-probs are those of a call that was never stopped."""
     version = engine.stats().version
     running = engine.submit(request("cut", 400))
@@ -196,7 +194,13 @@ async def test_a_stopped_call_delivers_what_it_has_and_goes_on_elsewhere(
     assert part.finish_reason == "abort"
     assert 60 <= len(part.token_ids) < 400
     assert [tuple(span) for span in part.weight_versions] == [(version, 0, len(part.token_ids))]
-    rest = await second.submit(request("rest", 400 - len(part.token_ids), (*PROMPT, *part.token_ids)))
+    other = VllmEngine(settings())
+    try:
+        await other.wake(models.paths["old"], version)
+        await other.resume()
+        rest = await other.submit(request("rest", 400 - len(part.token_ids), (*PROMPT, *part.token_ids)))
+    finally:
+        await other.close()
     assert rest.finish_reason == "length"
     whole = GenerateResult((*part.token_ids, *rest.token_ids), (*part.logprobs, *rest.logprobs), "length", ())
     assert len(whole.token_ids) == 400
@@ -246,6 +250,24 @@ async def test_what_the_engine_would_die_of_is_refused(engine: VllmEngine, promp
         engine.submit(request("bad", prompt=prompt))
 
 
+async def test_what_it_holds_is_measured_and_given_back(models: Models) -> None:
+    """On a CPU that is the end of its processes."""
+    engine = VllmEngine(settings())
+    try:
+        await engine.wake(models.paths["old"], 3)
+        stats = engine.stats()
+        assert (stats.state, stats.version) == ("paused", 3)
+        assert stats.weight_bytes + stats.kv_bytes > 1 << 30
+        server = engine._server
+        assert isinstance(server, Server)
+        await engine.sleep()
+        stats = engine.stats()
+        assert (stats.state, stats.weight_bytes, stats.kv_bytes) == ("asleep", 0, 0)
+        assert server.memory() == 0
+    finally:
+        await engine.close()
+
+
 async def test_a_directory_without_a_tokenizer_is_refused_before_anything_starts(models: Models) -> None:
     directory = models.with_canary("mute", "old")
     (directory / "tokenizer.json").unlink()
@@ -256,20 +278,23 @@ async def test_a_directory_without_a_tokenizer_is_refused_before_anything_starts
     await engine.close()
 
 
-async def test_an_engine_that_is_killed_loses_no_token_that_was_recorded(second: VllmEngine, models: Models) -> None:
-    running = second.submit(request("last"))
-    await some(second, "last", 50)
-    heard = second.sampled("last", 0)
-    stats = second.stats()
-    assert stats.weight_bytes + stats.kv_bytes > 1 << 30, "measured"
-    server = second._server
-    assert isinstance(server, Server)
-    os.kill(server._process.pid, signal.SIGKILL)
-    result = await asyncio.wait_for(running, 20)
-    assert result.finish_reason == "abort"
-    assert result.token_ids[: len(heard.token_ids)] == heard.token_ids
-    assert off(result, models, "old", 0, len(result.token_ids)) < NEAR
-    await eventually(lambda: second.stats().state == "closed", 10)
-    with pytest.raises((EngineClosedError, EngineError)):
-        await second.submit(request("later"))
-    await eventually(lambda: server.memory() == 0, 20)
+async def test_an_engine_that_is_killed_loses_no_token_that_was_recorded(models: Models) -> None:
+    engine = VllmEngine(settings())
+    try:
+        await engine.wake(models.paths["old"], 5)
+        await engine.resume()
+        running = engine.submit(request("last"))
+        await some(engine, "last", 50)
+        heard = engine.sampled("last", 0)
+        assert engine._server is not None
+        os.kill(engine._server._process.pid, signal.SIGKILL)
+        result = await asyncio.wait_for(running, 20)
+        assert result.finish_reason == "abort"
+        assert result.token_ids[: len(heard.token_ids)] == heard.token_ids
+        assert off(result, models, "old", 0, len(result.token_ids)) < NEAR
+        await eventually(lambda: engine.stats().state == "closed", 10)
+        with pytest.raises((EngineClosedError, EngineError)):
+            await engine.submit(request("later"))
+        await eventually(lambda: engine._server is not None and engine._server.memory() == 0, 20)
+    finally:
+        await engine.close()
