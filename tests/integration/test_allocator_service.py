@@ -23,7 +23,7 @@ from opengyre.proto.decision import (
     WishRequest,
 )
 from opengyre.proto.episode import EpisodeDispatch
-from opengyre.proto.host import DesiredRole, HostCommand, HostState, HostStatus
+from opengyre.proto.host import DesiredRole, HostCommand, HostState, HostStatus, Sampler
 from opengyre.proto.run import Dispatch, Elastic, RunSpec
 from opengyre.proto.service import Empty
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
@@ -139,7 +139,7 @@ class Stage:
     async def host(self, name: str, state: HostState = HostState.ROLLOUT, epoch: int = 0, cell: str = "") -> None:
         status = HostStatus(
             host=name, cell=cell or f"cell_{name}", boot="b", state=state, epoch=epoch, url="http://x", engine="tiny",
-            since_s=100.0 + next(self.beats),
+            sampler=Sampler(), since_s=100.0 + next(self.beats),
         )  # fmt: skip
         await self.hosts.put(name, status)
 

@@ -10,7 +10,7 @@ import pytest
 
 from opengyre.proto import subjects
 from opengyre.proto.decision import Decision
-from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.host import HostState, HostStatus, Sampler
 from opengyre.proto.run import Dispatch, Elastic, RunSpec
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskSpec, TaskSubmitted
 from opengyre.proto.weights import Manifest, WeightsPublished
@@ -77,7 +77,8 @@ async def test_every_decision_of_a_real_allocator_comes_out_the_same(
     hosts = Bucket(bus, subjects.KV_HOSTS, HostStatus)
     for name in ("a", "b", "c"):
         status = HostStatus(
-            host=name, cell=name, boot="x", state=HostState.ROLLOUT, epoch=0, url="http://x", engine="tiny", since_s=9.0
+            host=name, cell=name, boot="x", state=HostState.ROLLOUT, epoch=0, url="http://x", engine="tiny",
+            since_s=9.0, sampler=Sampler(),
         )  # fmt: skip
         await hosts.put(name, status, ttl_s=120)
     await Bucket(bus, subjects.KV_RUNS, RunSpec).create("r", SPEC)

@@ -156,7 +156,7 @@ async def test_an_engine_that_disagrees_is_an_alarm_until_it_agrees(
         await offer(bus, *wrong)
         [first] = await trained(bus, 1)
         assert first.alarm is not None
-        assert first.alarm.endswith("optimization.logprob_gap_alarm is 0.1")
+        assert "optimization.logprob_gap_alarm is 0.1; likely the engine" in first.alarm
 
         def shown() -> bool:
             return any(str(first.alarm) in wait.what for wait in context.waits.report())

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from opengyre.proto import codec, ids, subjects
 from opengyre.proto.base import tag_of
 from opengyre.proto.episode import EpisodeDispatch
-from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.host import HostState, HostStatus, Sampler
 from opengyre.proto.run import Harness, RunSpec
 from opengyre.proto.sandbox import (
     CheckResult,
@@ -91,6 +91,7 @@ class FakeHost:
         self.delay_s = 0.0
         self.version = 0
         self.state = HostState.ROLLOUT
+        self.sampler = Sampler()
         self.draining = asyncio.Event()
         self.streams = False
         """Whether each token is sent as it is said."""
@@ -116,8 +117,9 @@ class FakeHost:
         else:
             self.draining.set()
         status = HostStatus(
-            host=self.name, cell=self.name, boot="b", state=state, epoch=1, url=self.url, engine="fake", run=None
-        )
+            host=self.name, cell=self.name, boot="b", state=state, epoch=1, url=self.url, engine="fake", run=None,
+            sampler=self.sampler,
+        )  # fmt: skip
         await self._bucket.put(self.name, status)
 
     async def generate(self, request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from opengyre.allocator.cells import Clocks, gather
 from opengyre.allocator.choose import current
-from opengyre.proto.host import DesiredRole, HostState, HostStatus
+from opengyre.proto.host import DesiredRole, HostState, HostStatus, Sampler
 from opengyre.proto.run import RunSpec
 
 S = HostState
@@ -44,6 +44,23 @@ def test_a_cell_with_a_lost_host_is_reported_and_not_counted() -> None:
     assert Clocks().views({"c": cell}, 0.0) == ()
     alone = one([], [level("a", "cordoned", wish="cordoned")])
     assert (alone.report().state, alone.report().wish) == ("lost", "cordoned")
+
+
+def test_a_cell_that_the_run_refuses_is_reported_with_the_reason_and_not_counted() -> None:
+    run = RunSpec(run="r", model="m")
+    cold, fine = Sampler(temperature=0.5), Sampler()
+    for engines, whole in (((fine, cold), False), ((fine, fine), True)):
+        statuses = {name: status(name, sampler=sampler) for name, sampler in zip("ab", engines, strict=True)}
+        cell = gather(statuses, {}, spec=run)["c"]
+        assert len(Clocks().views({"c": cell}, 0.0)) == whole
+        if not whole:
+            assert cell.report().state == "refused"
+            assert str(cell.report().refused).startswith(
+                "b does not serve run r: its engine samples at temperature 0.5, "
+            )
+    assert gather({"a": status("a", sampler=cold)}, {})["c"].usable, "without a run nothing is refused"
+    lost = gather({"a": status("a", sampler=cold)}, {"b": level("b", "train")}, spec=run)["c"].report()
+    assert (lost.state, lost.refused) == ("lost", None)
 
 
 def test_a_host_that_was_told_nothing_is_lost_and_not_forgotten() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.elastic.admission import room
-from opengyre.elastic.explain import held_by, suspended, unmet_floors
+from opengyre.elastic.explain import held_by, refused, suspended, unmet_floors
 from opengyre.proto.decision import AdmissionInput, CellReport
 from opengyre.proto.run import Dispatch, Elastic
 
@@ -85,3 +85,15 @@ def test_suspended_episodes_and_why() -> None:
         "the episodes of 3 live executions are suspended: no cell serves (a is joining, on its way to the rollout; "
         "b is draining, told to be in the role train; c is lost)"
     )
+
+
+def test_a_refused_cell_is_named_with_its_reason_and_counts_for_no_floor() -> None:
+    there = CellReport(cell="a", hosts=("a",), state="rollout", role="rollout", wish=None)
+    away = CellReport(
+        cell="b", hosts=("b",), state="refused", role=None, wish=None, refused="b does not serve run r: why"
+    )
+    assert refused([there, away]) == ["cell b is refused: b does not serve run r: why"]
+    assert unmet_floors(Elastic(min_rollout_cells=2), [there, away]) == [
+        "elastic.min_rollout_cells is 2, and 1 cell can be in that role (b is refused)"
+    ]
+    assert suspended(3, [away]) == "the episodes of 3 live executions are suspended: no cell serves (b is refused)"

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from opengyre.gateway import examples, models
 from opengyre.gateway.deps import is_unicode
 from opengyre.gateway.problems import Problem, of_validation, response
-from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec, Sampling, Shot, ShotTurn
+from opengyre.proto.run import Dispatch, Elastic, Harness, Optimization, RunSpec, Sampling, Serving, Shot, ShotTurn
 from opengyre.proto.task import Artifact, Check, Healthcheck, TaskEnvironment, TaskSpec, TaskStep, TaskTests
 from opengyre.proto.task_rules import InvalidTaskError, validate_task
 
@@ -54,6 +54,7 @@ def problem_of(document: Any, kind: Any = SUBMISSION) -> Problem:
         (models.OptimizationIn, Optimization, set()),
         (models.SamplingIn, Sampling, set()),
         (models.ElasticIn, Elastic, set()),
+        (models.ServingIn, Serving, set()),
         (models.RunIn, RunSpec, {"state"}),
     ],
 )

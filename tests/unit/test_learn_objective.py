@@ -265,8 +265,8 @@ def test_absurd_log_probs_stay_finite(loss, dtype: torch.dtype) -> None:
     ]
     for estimator in ("k2", "k3"):
         value, gradient, stats = evaluate(rows, Optimization(loss=loss, kl=0.1, kl_estimator=estimator), dtype)
-        figures = [getattr(stats, field.name) for field in fields(stats)]
-        assert all(map(math.isfinite, (value, *gradient, *figures)))
+        figures = [getattr(stats, field.name) for field in fields(stats) if field.name != "gap_by_age"]
+        assert all(map(math.isfinite, (value, *gradient, *figures, *stats.gap_by_age.values())))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -287,8 +287,15 @@ def test_a_token_that_is_too_old_has_no_part_in_the_loss(loss) -> None:
 
 
 def test_the_gap_to_the_engine_is_that_of_tokens_of_the_same_version() -> None:
-    _, _, stats = evaluate([Row(-1.0, -1.25, 1.0), Row(-1.0, -3.0, 1.0, age=1)], Optimization())
-    assert (stats.logprob_gap_sum, stats.logprob_gap_tokens) == (0.25, 1)
+    rows = [Row(-1.0, -1.25, 1.0), Row(-2.0, -1.5, 1.0), Row(-1.0, -3.0, 1.0, age=1)]
+    _, _, stats = evaluate(rows, Optimization())
+    assert (stats.logprob_gap_sum, stats.logprob_gap_tokens, stats.logprob_gap_max) == (0.75, 2, 0.5)
+    assert (stats.offset_sum, stats.offset_square_sum) == (-0.25, 0.25**2 + 0.5**2)
+    assert (stats.behaviour_sum, stats.behaviour_square_sum) == (-2.75, 1.25**2 + 1.5**2)
+    assert stats.offset_behaviour_sum == 0.25 * -1.25 + -0.5 * -1.5
+    assert stats.gap_by_age == {0: 0.75, 1: 2.0}
+    stats.merge(evaluate(rows[2:], Optimization())[2])
+    assert (stats.gap_by_age, stats.logprob_gap_max) == ({0: 0.75, 1: 4.0}, 0.5)
 
 
 def test_the_effective_number_of_tokens_falls_with_unequal_ratios() -> None:

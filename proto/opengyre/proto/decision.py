@@ -219,10 +219,12 @@ class CellReport(Record, frozen=True, kw_only=True):
     cell: str
     hosts: tuple[str, ...]
     state: str
-    """A `HostState`'s value, or `lost`."""
+    """A `HostState`'s value, `lost`, or `refused`."""
     role: Role | None
     """What it was told to be."""
     wish: Role | None
+    refused: str | None = None
+    """Why the run takes no token from it."""
 
 
 class CellsReport(Record, frozen=True, kw_only=True):

@@ -52,6 +52,36 @@ class HostCommand(Event, frozen=True, kw_only=True, tag="host.command.v1"):
         return f"host-{self.desired.host}-command-{self.desired.epoch}"
 
 
+class Sampler(Record, frozen=True, kw_only=True):
+    """How an engine samples, and what its log-probs are of: all that moves them against the trainer's, which are of the
+    whole distribution at the call's temperature. An engine says what is in force, not what it was asked for."""
+
+    temperature: float | None = None
+    """At which it samples whatever a call says. None: at the call's own."""
+    top_p: float = 1.0
+    """Share of the probability that is sampled from."""
+    top_k: int = 0
+    """Tokens that are sampled from; 0: all."""
+    min_p: float = 0.0
+    """Share of the likeliest token's probability below which none is sampled."""
+    repetition_penalty: float = 1.0
+    processors: tuple[str, ...] = ()
+    """Further changes to logits, by name."""
+    logprobs: str = "processed"
+    """`processed`: of the distribution that is sampled from. `raw`: of the logits as the model gives them, without the
+    temperature."""
+    dtype: str = "float32"
+    """That it computes in."""
+    kv_dtype: str = "float32"
+    """Of keys and values."""
+    quantization: str | None = None
+    """Of weights."""
+    chunked_prefill: bool = False
+    """Whether a prompt is read in parts, beside other calls."""
+    prefix_caching: bool = False
+    """Whether prompts share keys and values."""
+
+
 class HostStatus(Record, frozen=True, kw_only=True):
     """Bucket `gyre_hosts`: renewed every second, with a time to live of a few: its absence is LOST."""
 
@@ -91,6 +121,8 @@ class HostStatus(Record, frozen=True, kw_only=True):
     """How long it has been in this state, on its own clock."""
     last_switch_s: float | None = None
     """Duration of its last role switch."""
+    sampler: Sampler | None = None
+    """How its engine samples, by which a run takes or refuses it. None: it has not begun to."""
 
     @property
     def serves(self) -> float:

@@ -223,6 +223,25 @@ class Elastic(Record, frozen=True, kw_only=True):
     """Executions that a cell trains at a time. None: a group."""
 
 
+class Serving(Record, frozen=True, kw_only=True):
+    """How engines have to compute that serve the run; one that differs gets no calls (`opengyre.proto.handshake`).
+
+    What the trainer cannot compute again is refused whatever stands here: truncated distributions, penalties, log-probs
+    that are not of what was sampled from.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """That engines compute in. None: any."""
+    kv_dtype: str | None = None
+    """Of keys and values, as the engine names it. None: that of the engine."""
+    quantization: str | None = None
+    """Of weights, as the engine names it. None: none."""
+    chunked_prefill: bool | None = None
+    """Whether prompts are read in parts. None: either."""
+    prefix_caching: bool | None = None
+    """Whether prompts share keys and values. None: either."""
+
+
 RunState = Literal["active", "finished", "stopped"]
 
 
@@ -239,6 +258,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     scoring: Scoring = Scoring()
     elastic: Elastic = Elastic()
+    serving: Serving = Serving()
     state: RunState = "active"
     """One run is active at a time in a stack."""
 

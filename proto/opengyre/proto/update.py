@@ -6,8 +6,7 @@ leaves. The trainer commits when all executions of the update are in contributio
 trainer that was started again opens the same update under a new attempt, and what belongs to the old one is refused.
 """
 
-from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from opengyre.proto import subjects
 from opengyre.proto.base import Event, Record
@@ -17,7 +16,8 @@ from opengyre.proto.weights import Manifest
 
 
 class UpdateStats(Record, frozen=True, kw_only=True):
-    """Sums over the trained tokens of a contribution; means are taken at the commit. `one + other` adds all of them."""
+    """Sums over the trained tokens of a contribution; means are taken at the commit. `one + other` adds all of them,
+    and of what is called `_max` takes the greater."""
 
     executions: int = 0
     tokens: int = 0
@@ -41,6 +41,16 @@ class UpdateStats(Record, frozen=True, kw_only=True):
     logprob_gap_sum: float = 0.0
     """Sum over tokens sampled by the base version of |trainer log-prob - behaviour log-prob|."""
     logprob_gap_tokens: int = 0
+    logprob_gap_max: float = 0.0
+    """The greatest of these gaps, nats."""
+    offset_sum: float = 0.0
+    """Sum over the same tokens of trainer log-prob - behaviour log-prob, with its sign."""
+    offset_square_sum: float = 0.0
+    behaviour_sum: float = 0.0
+    """Sum over the same tokens of the behaviour log-prob. With the sums of its square and of its product with the
+    offset: how the two vary together, by which causes of a gap differ."""
+    behaviour_square_sum: float = 0.0
+    offset_behaviour_sum: float = 0.0
     score_sum: float = 0.0
     zero_variance_groups: int = 0
     busy_s: float = 0.0
@@ -49,6 +59,9 @@ class UpdateStats(Record, frozen=True, kw_only=True):
     """Sum over trained tokens of the base version minus the version that sampled it."""
     token_versions: dict[int, int] = {}
     """Version -> trained tokens that it sampled."""
+    version_gaps: dict[int, float] = {}
+    """Version -> sum over these tokens of |trainer log-prob - behaviour log-prob|. Of the base version it is
+    `logprob_gap_sum`; of older ones what the policy has moved since is in it too."""
     broken: tuple[str, ...] = ()
     """Groups whose loss or gradient was not finite: nothing of them is in the sum, and the update is skipped."""
 
@@ -63,14 +76,32 @@ class UpdateStats(Record, frozen=True, kw_only=True):
         square = self.ratio_square_sum * self.live_tokens
         return self.ratio_sum**2 / square if square > 0 else 0.0
 
-    def __add__(self, other: "UpdateStats") -> "UpdateStats":
-        sums = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in self.__struct_fields__
-            if name != "token_versions"
+    @property
+    def logprob_gap(self) -> float | None:
+        """Mean |trainer log-prob - behaviour log-prob| over tokens of the base version, nats; None: it sampled none."""
+        return self.logprob_gap_sum / self.logprob_gap_tokens if self.logprob_gap_tokens else None
+
+    @property
+    def logprob_gap_by_version(self) -> dict[int, float]:
+        """Version that sampled -> mean gap to the base version, nats."""
+        return {
+            version: total / self.token_versions[version]
+            for version, total in self.version_gaps.items()
+            if self.token_versions.get(version)
         }
-        versions = dict(sorted((Counter(self.token_versions) + Counter(other.token_versions)).items()))
-        return UpdateStats(**sums, token_versions=versions)
+
+    def __add__(self, other: "UpdateStats") -> "UpdateStats":
+        return UpdateStats(
+            **{name: _together(name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
+        )
+
+
+def _together(name: str, one: Any, other: Any) -> Any:
+    """Two values of a figure as one."""
+    if isinstance(one, dict):
+        ours, theirs = cast("dict[int, Any]", one), cast("dict[int, Any]", other)
+        return {version: ours.get(version, 0) + theirs.get(version, 0) for version in sorted({*ours, *theirs})}
+    return max(one, other) if name.endswith("_max") else one + other
 
 
 class UpdateEvent(Event, frozen=True, kw_only=True):

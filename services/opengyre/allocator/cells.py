@@ -1,14 +1,17 @@
 """Cells as the policy sees them, made of the hosts' heartbeats and levels. Pure, but for the clocks it remembers.
 
 A cell is the hosts that say so. Its state is that of its slowest host on the way to its role. A cell of which a host
-is missing (its heartbeat expired: LOST) holds no whole replica: it is reported, and the policy does not see it.
+is missing (its heartbeat expired: LOST) holds no whole replica: it is reported, and the policy does not see it. So is a
+cell that the run refuses, since its engine does not sample as the run trains (`opengyre.proto.handshake`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opengyre.proto.decision import CellReport, CellView
+from opengyre.proto.handshake import refusal
 from opengyre.proto.host import DesiredRole, HostState, HostStatus, Role
+from opengyre.proto.run import RunSpec
 
 _S = HostState
 _ORDER: dict[Role | None, tuple[HostState, ...]] = {
@@ -31,6 +34,8 @@ class Cell:
     settled: bool
     torn: bool
     """Its hosts were not all told the same: the last command has to be given again."""
+    refused: str | None = None
+    """Why the run takes no token from it, in a sentence that begins with the host."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -41,20 +46,42 @@ class Cell:
         return bool(self.present) and not self.lost
 
     @property
+    def usable(self) -> bool:
+        """Whether the policy may decide on it."""
+        return self.whole and self.refused is None
+
+    @property
+    def standing(self) -> str:
+        """Its state's value, `lost` or `refused`."""
+        if not self.whole:
+            return "lost"
+        return self.state.value if self.refused is None else "refused"
+
+    @property
     def state(self) -> HostState:
         """Of the slowest host that is present."""
         order = _ORDER[self.role or "rollout"]
         return min((status.state for status in self.present), key=order.index)
 
     def report(self) -> CellReport:
-        state = self.state.value if self.whole else "lost"
-        return CellReport(cell=self.name, hosts=self.hosts, state=state, role=self.role, wish=self.wish)
+        return CellReport(
+            cell=self.name,
+            hosts=self.hosts,
+            state=self.standing,
+            role=self.role,
+            wish=self.wish,
+            refused=self.refused if self.whole else None,
+        )
 
 
 def gather(
-    statuses: Mapping[str, HostStatus], levels: Mapping[str, DesiredRole], seen: Mapping[str, str] | None = None
+    statuses: Mapping[str, HostStatus],
+    levels: Mapping[str, DesiredRole],
+    seen: Mapping[str, str] | None = None,
+    spec: RunSpec | None = None,
 ) -> dict[str, Cell]:
-    """All cells that are known, by name. `seen`: host -> cell, of hosts that had a heartbeat, told anything or not."""
+    """All cells that are known, by name. `seen`: host -> cell, of hosts that had a heartbeat, told anything or not.
+    `spec`: the run that takes or refuses them."""
     members: dict[str, tuple[list[HostStatus], list[str]]] = {}
     for status in statuses.values():
         members.setdefault(status.cell, ([], []))[0].append(status)
@@ -62,10 +89,16 @@ def gather(
     for host, cell in away.items():
         if host not in statuses:
             members.setdefault(cell, ([], []))[1].append(host)
-    return {name: _cell(name, present, lost, levels) for name, (present, lost) in sorted(members.items())}
+    return {name: _cell(name, present, lost, levels, spec) for name, (present, lost) in sorted(members.items())}
 
 
-def _cell(name: str, present: Sequence[HostStatus], lost: Sequence[str], levels: Mapping[str, DesiredRole]) -> Cell:
+def _cell(
+    name: str,
+    present: Sequence[HostStatus],
+    lost: Sequence[str],
+    levels: Mapping[str, DesiredRole],
+    spec: RunSpec | None,
+) -> Cell:
     hosts = (*(status.host for status in present), *lost)
     told = [levels[host] for host in hosts if host in levels]
     latest = max(told, key=lambda level: level.epoch, default=None)
@@ -79,7 +112,15 @@ def _cell(name: str, present: Sequence[HostStatus], lost: Sequence[str], levels:
         settled=all(_obeyed(status, levels.get(status.host), role) for status in present),
         torn=latest is not None
         and (len(told) < len(hosts) or any((t.role, t.wish) != (latest.role, latest.wish) for t in told)),
+        refused=_refused(present, spec) if spec is not None else None,
     )
+
+
+def _refused(present: Sequence[HostStatus], spec: RunSpec) -> str | None:
+    for status in sorted(present, key=lambda status: status.host):
+        if (why := refusal(spec, status)) is not None:
+            return f"{status.host} does not serve run {spec.run}: {why}"
+    return None
 
 
 def _obeyed(status: HostStatus, level: DesiredRole | None, role: Role | None) -> bool:
@@ -105,13 +146,13 @@ class Clocks:
         """Host -> the calls that it had memory for, and when it said so last."""
 
     def views(self, cells: Mapping[str, Cell], now: float) -> tuple[CellView, ...]:
-        """What the policy sees of the cells that are whole."""
+        """What the policy sees of the cells that it may use."""
         for name in self._since.keys() - cells.keys():
             del self._since[name]
             self._idle.pop(name, None)
         hosts = {host for cell in cells.values() for host in cell.hosts}
         self._tight = {host: tight for host, tight in self._tight.items() if host in hosts}
-        return tuple(self._view(cell, now) for cell in cells.values() if cell.whole)
+        return tuple(self._view(cell, now) for cell in cells.values() if cell.usable)
 
     def _view(self, cell: Cell, now: float) -> CellView:
         marks = (cell.state, cell.role, cell.settled)

@@ -40,10 +40,9 @@ def show(context: Context, progress: Progress, cells: Mapping[str, Cell]) -> Non
     MEASURED_EXECUTIONS.set(mean_of(ledger.by_execution) or 0.0)
     WORST.set(max((d for d, count in ledger.by_execution.items() if count), default=0))
     BALANCED.set(groups.balances and executions.balances)
-    states = {state.value: 0 for state in HostState} | {"lost": 0}
+    states = {state.value: 0 for state in HostState} | {"lost": 0, "refused": 0}
     for cell in cells.values():
-        state = cell.state.value if cell.whole else "lost"
-        states[state] += 1
+        states[cell.standing] += 1
     for state, count in states.items():
         CELLS.labels(state).set(count)
     context.gauges |= {

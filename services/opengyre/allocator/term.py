@@ -59,6 +59,8 @@ class Term:
         self._clocks = Clocks()
         self._seen: dict[str, str] = {}
         """Host -> cell, of all that had a heartbeat in this term."""
+        self._refused: set[str] = set()
+        """Why cells are refused, as far as it was told."""
         self._waiting = Standing(context.waits)
         self._wake = asyncio.Event()
         self._switching = asyncio.Lock()
@@ -77,7 +79,15 @@ class Term:
         """The cells as they are, and the levels that they were made of."""
         seen = self._levels.current()
         self._seen.update({host: status.cell for host, status in self._hosts.values.items()})
-        return gather(self._hosts.values, {host: level for host, (level, _) in seen.items()}, self._seen), seen
+        spec = current(self._runs.values, self._runs.revisions)
+        cells = gather(self._hosts.values, {host: level for host, (level, _) in seen.items()}, self._seen, spec)
+        self._tell_refused({cell.refused for cell in cells.values() if cell.refused is not None})
+        return cells, seen
+
+    def _tell_refused(self, refused: set[str]) -> None:
+        for why in sorted(refused - self._refused):
+            log.warning("%s", why)
+        self._refused = refused
 
     async def load(self) -> None:
         """Read the ledger and finish what a former leader left half told."""

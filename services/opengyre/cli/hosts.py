@@ -53,7 +53,7 @@ def table(report: dict[str, Any]) -> Table:
         rows.add_row(
             host["host"],
             host["cell"],
-            host["state"],
+            "refused" if cell.get("refused") else host["state"],
             cell.get("role") or "-",
             cell.get("wish") or "-",
             "-" if host["version"] < 0 else str(host["version"]),

@@ -36,6 +36,7 @@ from opengyre.proto.run import (
     RunSpec,
     Sampling,
     Scoring,
+    Serving,
     Shot,
     validate,
 )
@@ -52,6 +53,7 @@ PARTS = {
     "sampling": Sampling,
     "scoring": Scoring,
     "elastic": Elastic,
+    "serving": Serving,
 }
 
 

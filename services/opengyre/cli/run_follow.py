@@ -115,7 +115,8 @@ class Followed:
 
     def view(self) -> RenderableType:
         """The run as it is now."""
-        table = Table("update", "score", "published", "d mean", "d max", "tokens", "grad norm", "s", title=self.run)
+        columns = ("update", "score", "published", "d mean", "d max", "tokens", "grad norm", "gap", "s")
+        table = Table(*columns, title=self.run)
         for update in self.updates[-SHOWN:]:
             table.add_row(
                 str(update["update"]),
@@ -125,6 +126,7 @@ class Followed:
                 "-" if update["staleness_max"] is None else str(update["staleness_max"]),
                 str(update["tokens"]),
                 number(update["gradient_norm"], 3),
+                gap(update),
                 number(update["seconds"], 1),
             )
         parts: list[RenderableType] = [table]
@@ -172,10 +174,16 @@ def _lines(new: list[dict[str, Any]], json: bool) -> None:
             _line(one)
 
 
+def gap(update: dict[str, Any]) -> str:
+    """Mean gap of trainer and engine at one version, nats; `-` where the update has no token of its version."""
+    return "-" if update["logprob_gap"] is None else f"{update['logprob_gap']:.1e}"
+
+
 def _line(update: dict[str, Any]) -> None:
     console.print(
         f"update {update['update']}: score {number(update['score'], 3)}, version {update['version']}, "
-        f"d {number(update['staleness_mean'])}, {update['tokens']} tokens, {number(update['seconds'], 1)} s"
+        f"d {number(update['staleness_mean'])}, {update['tokens']} tokens, gap {gap(update)}, "
+        f"{number(update['seconds'], 1)} s"
     )
     for what in ("skipped", "alarm"):
         if update.get(what) is not None:

@@ -56,9 +56,13 @@ def _print(report: dict[str, Any]) -> None:
             f"run [bold]{spec['run']}[/] is {spec['state']}: update {progress['update']}{of}, "
             f"score {number(progress['score'])}, published version "
             f"{progress['published_version'] if progress['published_version'] is not None else '-'}, "
-            f"{report['pending_tasks']} tasks not yet admitted",
+            f"{report['pending_tasks']} tasks not yet admitted{_parity(progress, report['gauges'])}",
             soft_wrap=True,
         )
+        if progress["alarm"] is not None:
+            console.print(
+                f"[bold red]alarm:[/] update {progress['update']}: {escape(progress['alarm'])}", soft_wrap=True
+            )
     if report["staleness"] is not None:
         console.print(books(report["staleness"]))
     elif run is not None:
@@ -68,6 +72,12 @@ def _print(report: dict[str, Any]) -> None:
         console.print(waits_table(report["waits"], SHOWN))
     letters = report["dead_letters"]
     console.print(f"dead letters: {letters['count']}{'; `gyre stream dlq ls` shows them' if letters['count'] else ''}")
+
+
+def _parity(progress: dict[str, Any], gauges: dict[str, float]) -> str:
+    """How far trainer and engine were apart when it was measured last."""
+    gap = progress["logprob_gap"] if progress["logprob_gap"] is not None else gauges.get("trainer.logprob_gap")
+    return "" if gap is None else f"; trainer and engine are {gap:.1e} nats apart"
 
 
 def _missing(report: dict[str, Any]) -> None:

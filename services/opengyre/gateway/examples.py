@@ -43,18 +43,27 @@ SPEC: dict[str, Any] = {
         "optimizer": "adamw", "learning_rate": 0.0002, "weight_decay": 0.0, "gradient_clip_norm": 1.0,
     },
     "elastic": {"policy": "fine", "train_cells": 1, "min_rollout_cells": 0, "dwell_s": 0.5},
+    "serving": {"dtype": "bfloat16", "kv_dtype": None, "chunked_prefill": True},
     "state": "active",
 }  # fmt: skip
 RUN_REPORT: dict[str, Any] = {
     "spec": SPEC,
-    "progress": {"update": 12, "version": 12, "published_version": 12, "score": 0.71},
+    "progress": {
+        "update": 12,
+        "version": 12,
+        "published_version": 12,
+        "score": 0.71,
+        "logprob_gap": 0.00001,
+        "alarm": None,
+    },
 }
 RUN_STOPPED: dict[str, Any] = {**RUN_REPORT, "spec": {**SPEC, "state": "stopped"}}
 RUN_LIST: dict[str, Any] = {"runs": [SPEC], "next": None}
 UPDATE: dict[str, Any] = {
     "update": 12, "version": 12, "published": True, "score": 0.71, "groups": 8, "executions": 64,
     "staleness_mean": 1.0, "staleness_max": 2, "tokens": 5120, "loss": -0.012, "kl": 0.004, "entropy": 0.61,
-    "clip_fraction": 0.03, "gradient_norm": 0.42, "learning_rate": 0.0002, "logprob_gap": 0.00001, "reference_kl": 0.0,
+    "clip_fraction": 0.03, "gradient_norm": 0.42, "learning_rate": 0.0002, "logprob_gap": 0.00001,
+    "logprob_gap_max": 0.0002, "logprob_gap_by_version": {"10": 0.012, "11": 0.00001}, "reference_kl": 0.0,
     "effective_share": 0.98, "masked_tokens": 0, "unique_tokens": 9100, "path_tokens": 21400,
     "token_versions": {"10": 1900, "11": 3220}, "skipped": None, "alarm": None, "seconds": 1.9, "sequence": 97,
 }  # fmt: skip

@@ -376,6 +376,20 @@ class ElasticIn(Input):
     grain: int | None = ranged(None, 1, 256, description="Executions that a cell trains at a time; null: a group")
 
 
+class ServingIn(Input):
+    """How engines have to compute that serve the run; others get no calls."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="That engines compute in; null: any"
+    )
+    kv_dtype: str | None = Field(
+        default=None, min_length=1, max_length=64, description="Of keys and values; null: that of the engine"
+    )
+    quantization: str | None = Field(default=None, min_length=1, max_length=64, description="Of weights; null: none")
+    chunked_prefill: bool | None = Field(default=None, description="Prompts are read in parts; null: either")
+    prefix_caching: bool | None = Field(default=None, description="Prompts share keys and values; null: either")
+
+
 class RunIn(Input):
     """A run: one policy trained on a stream of tasks."""
 
@@ -389,6 +403,7 @@ class RunIn(Input):
     sampling: SamplingIn = SamplingIn()
     scoring: ScoringIn = ScoringIn()
     elastic: ElasticIn = ElasticIn()
+    serving: ServingIn = ServingIn()
 
     def spec(self) -> RunSpec:
         """The struct, with every rule checked; raises `Problem`."""

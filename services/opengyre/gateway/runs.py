@@ -49,6 +49,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     published_version: int | None = None
     score: float | None = None
     """Of the last update."""
+    logprob_gap: float | None = None
+    """Of the last update: mean |trainer log-prob - engine log-prob| at one version, nats; None: none was measured."""
+    alarm: str | None = None
+    """Of the last update: what is wrong with its figures."""
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +86,10 @@ class UpdateSummary(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float | None
     logprob_gap: float | None
     """Mean |trainer log-prob - engine log-prob| over tokens that the trained version sampled, nats; None: none did."""
+    logprob_gap_max: float | None
+    """The greatest of these."""
+    logprob_gap_by_version: dict[int, float]
+    """Version that sampled -> mean gap to the one that was trained; of older ones what the policy moved is in it."""
     reference_kl: float
     effective_share: float
     """Effective over trained tokens, by importance ratios; 1 where all are equal."""
@@ -127,7 +135,9 @@ def summary_of(event: Committed, sequence: int) -> UpdateSummary:
         clip_fraction=stats.clipped_tokens / live,
         gradient_norm=event.gradient_norm,
         learning_rate=event.learning_rate,
-        logprob_gap=stats.logprob_gap_sum / stats.logprob_gap_tokens if stats.logprob_gap_tokens else None,
+        logprob_gap=stats.logprob_gap,
+        logprob_gap_max=stats.logprob_gap_max if stats.logprob_gap_tokens else None,
+        logprob_gap_by_version=stats.logprob_gap_by_version,
         reference_kl=stats.reference_kl_sum / live,
         effective_share=stats.effective_share,
         masked_tokens=stats.masked_tokens,
@@ -149,7 +159,13 @@ async def report_of(deps: Deps, spec: RunSpec) -> RunReport:
     )
     progress = Progress()
     if committed is not None and isinstance(event := committed.readable(), Committed):
-        progress = Progress(update=event.update, version=event.version, score=event.score)
+        progress = Progress(
+            update=event.update,
+            version=event.version,
+            score=event.score,
+            logprob_gap=event.stats.logprob_gap,
+            alarm=event.alarm,
+        )
     if published is not None and isinstance(news := published.readable(), WeightsPublished):
         progress = msgspec.structs.replace(progress, published_version=news.manifest.version)
     return RunReport(spec=spec, progress=progress)

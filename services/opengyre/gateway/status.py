@@ -68,7 +68,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """With the books of groups and executions."""
     staleness_missing: str | None
     held: tuple[str, ...]
-    """What holds the run back, as sentences: admission, floors of cells, suspended episodes."""
+    """What holds the run back, as sentences: admission, refused cells, floors of cells, suspended episodes."""
     gauges: dict[str, float]
     """`service.figure` -> sum over the service's replicas."""
     dead_letters: DeadLetters
@@ -105,6 +105,7 @@ def held_of(spec: RunSpec, report: StalenessReport, cells: CellsReport) -> tuple
     """What holds a run back."""
     found = [] if report.admission is None else [explain.held_by(report.admission)]
     if spec.state == "active":
+        found += explain.refused(cells.cells)
         found += explain.unmet_floors(spec.elastic, cells.cells)
         found.append(explain.suspended(report.live_executions or 0, cells.cells))
     return tuple(sentence for sentence in found if sentence is not None)

@@ -26,6 +26,7 @@ from opengyre.emulated.tokens import draw
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.host.learners import Accumulator, counted, plus
 from opengyre.proto.group import Member
+from opengyre.proto.host import Sampler
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest
 from opengyre.shared.settings import HostSettings
@@ -172,6 +173,10 @@ class EmulatedEngine:
             kv_bytes=KV_BYTES * (self._prompts + int(accelerator.sampled)) if awake else 0,
             weight_bytes=self._weights.size if self._weights is not None else 0,
         )
+
+    def sampler(self) -> Sampler:
+        """Its log-probs are drawn, and nothing is computed by them."""
+        return Sampler()
 
     def progress(self) -> list[CallProgress]:
         self._deliver()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opengyre.host.learners import Learner
+from opengyre.proto.host import Sampler
 from opengyre.shared.settings import HostSettings
 from opengyre.tiny.types import EngineStats, GenerateRequest, GenerateResult, Increment
 
@@ -67,6 +68,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """What it does and holds now, measured; does not block."""
+        ...
+
+    def sampler(self) -> Sampler | None:
+        """How it samples, as it is in force; None before it has been awake. Does not block."""
         ...
 
     def progress(self) -> Sequence[CallProgress]:

@@ -55,6 +55,7 @@ def figures(members: Sequence[Member], found: GradientStats, work: WorkItem) -> 
     return msgspec.structs.replace(
         counted(members, work.base.version, work.optimization),
         **{name: _finite(value) for name, value in sums.items()},
+        version_gaps={work.base.version - age: _finite(gap) for age, gap in sorted(found.gap_by_age.items())},
     )
 
 

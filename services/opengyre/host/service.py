@@ -441,4 +441,5 @@ class Host:
             training_update=self._worker.update,
             since_s=round(self._clock() - self._since, 3),
             last_switch_s=self._last_switch_s,
+            sampler=self._engine.sampler(),
         )

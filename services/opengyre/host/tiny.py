@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
+from opengyre.proto.host import Sampler
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.engine import TinyEngine
 from opengyre.tiny.types import (
@@ -57,6 +58,9 @@ class TinyHostEngine:
         if self._engine is None:
             return EngineStats("asleep", -1, 0, 0, 0, 0.0, 0, 0)
         return self._engine.stats()
+
+    def sampler(self) -> Sampler:
+        return Sampler()
 
     def progress(self) -> list[CallProgress]:
         return [] if self._engine is None else [CallProgress(*call) for call in self._engine.progress()]

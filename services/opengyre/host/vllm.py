@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of
@@ -36,6 +37,7 @@ from opengyre.host.vllm_metrics import RATE_S, Meter, read_figures
 from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan, same_shape
 from opengyre.host.vllm_process import Server
 from opengyre.policy.directory import check_directory
+from opengyre.proto.host import Sampler
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.types import (
@@ -73,6 +75,8 @@ class VllmEngine:
         self._server: Server | None = None
         self._facts: Facts | None = None
         self._plan: Plan | None = None
+        self._sampler: Sampler | None = None
+        """Of the server that was started last."""
         self._state = "asleep"
         self._directory: Path | None = None
         self._version = -1
@@ -157,6 +161,9 @@ class VllmEngine:
         with contextlib.suppress(EngineError):  # a server that died has ended them all
             await self._post("/inference/v1/abort_requests", {"request_ids": [f"{ID_PREFIX}{name}" for name in chosen]})
         return len(chosen)
+
+    def sampler(self) -> Sampler | None:
+        return self._sampler
 
     def progress(self) -> Sequence[CallProgress]:
         return [
@@ -302,6 +309,7 @@ class VllmEngine:
             else:
                 await self._end()
                 await self._start(facts)
+                await self._ask_sampler()
                 await self._pause()
                 await self._name(directory, version)
             await self._prove(directory, canary)
@@ -328,6 +336,14 @@ class VllmEngine:
         self._helpers = [
             asyncio.create_task(self._watch(self._server)), asyncio.create_task(self._measure(self._server))
         ]  # fmt: skip
+
+    async def _ask_sampler(self) -> None:
+        answer = await self._post("/collective_rpc", {"method": "gyre_sampler"})
+        try:
+            # What calls do not say (`body_of`) is of no account: this endpoint knows no defaults of the model's.
+            self._sampler = msgspec.convert(answer["results"][0], Sampler)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"vLLM's worker says of its sampling what cannot be read: {error}") from error
 
     async def _end(self) -> None:
         for helper in self._helpers:

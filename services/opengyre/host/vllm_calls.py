@@ -71,6 +71,10 @@ def body_of(request: GenerateRequest, context: int, version: int) -> dict[str, A
         "sampling_params": {
             "max_tokens": min(request.max_tokens, context - len(request.token_ids)),
             "temperature": request.temperature,
+            # The whole distribution, whatever a server's own defaults become.
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
             "logprobs": 0,
             "stop_token_ids": [] if request.ignore_eos else list(request.stop_token_ids),
             "ignore_eos": True,  # only the call's own stop tokens end it, not the model's

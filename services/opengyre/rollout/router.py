@@ -4,8 +4,9 @@ Invariants:
 - A call's tokens so far are never thrown away: they come in increments, and where a host stops the call, is killed or
   is lost, the next one continues after what came, under the same seed. What the host had not yet sent is sampled again.
 - Who listens to a call hears each of its tokens once, in order, and none that is not in its completion.
-- A host is asked only while its status says ROLLOUT; one that failed is left alone until it says something new, or
-  for `AVOID_S`. A call that a host holds when it is LOST goes on elsewhere: a process that hangs closes no connection.
+- A host is asked only for runs that do not refuse it (`opengyre.proto.handshake`), and only while its status says
+  ROLLOUT; one that failed is left alone until it says something new, or for `AVOID_S`. A call that a host holds when
+  it is LOST goes on elsewhere: a process that hangs closes no connection.
 - A call that is taken away from an overloaded host goes on elsewhere with its tokens; it is asked back once.
 - With `hedge_after_s` a call of which no token has come for so long is also asked of a host that has room: the first
   token decides whose tokens are the call's, and the other host is left (`hedge`).
@@ -30,7 +31,9 @@ from typing import Literal, Protocol
 import aiohttp
 import msgspec
 
+from opengyre.proto.handshake import refusal
 from opengyre.proto.host import HostStatus
+from opengyre.proto.run import RunSpec
 from opengyre.proto.traj import VersionSpan
 from opengyre.rollout.balance import choose, spare, surplus
 from opengyre.rollout.engine import (
@@ -159,6 +162,7 @@ class _Served:
 @dataclass
 class Router:
     view: View[HostStatus]
+    runs: View[RunSpec]
     session: aiohttp.ClientSession
     waits: Waits
     call_timeout_s: float
@@ -292,7 +296,7 @@ class Router:
             await asyncio.sleep(BALANCE_S)
             hosts = self.view.values
             for run in {run for requests in self._requests.values() for run in requests.values()}:
-                given = surplus(hosts.values(), run, self.in_flight)
+                given = surplus(self._open_to(run), run, self.in_flight)
                 await asyncio.gather(*(self._recall(hosts[name], run, count) for name, count in given.items()))
 
     async def _recall(self, host: HostStatus, run: str, count: int) -> None:
@@ -316,7 +320,7 @@ class Router:
         since = loop.time()
         async with _parked(parking) as parked:
             while True:
-                choice = choose(self.view.values.values(), call.run, self.in_flight, self._avoids(loop.time()), prefer)
+                choice = choose(self._open_to(call.run), call.run, self.in_flight, self._avoids(loop.time()), prefer)
                 if choice.host is not None:
                     self.in_flight[choice.host.host] += 1
                     return choice.host, loop.time() - since if parked.now else 0.0
@@ -327,6 +331,11 @@ class Router:
                 bound = LOOK_S if choice.serving or parked.now else SETTLE_S
                 with self.waits.on(what, bound):
                     await self._change(bound, room=choice.serving)
+
+    def _open_to(self, run: str) -> list[HostStatus]:
+        """Hosts that the run does not refuse."""
+        spec = self.runs.values.get(run)
+        return [host for host in self.view.values.values() if spec is None or refusal(spec, host) is None]
 
     async def _change(self, bound: float, *, room: bool) -> None:
         if not room:

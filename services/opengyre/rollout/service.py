@@ -21,6 +21,7 @@ from opengyre.proto import subjects
 from opengyre.proto.base import Event
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.host import HostStatus
+from opengyre.proto.run import RunSpec
 from opengyre.rollout.endpoint import Endpoints, load_secret
 from opengyre.rollout.giving_up import give_up
 from opengyre.rollout.models import Models
@@ -63,6 +64,7 @@ class Rollout:
         async with (
             aiohttp.ClientSession(connector=connector) as session,
             Bucket(context.bus, subjects.KV_HOSTS, HostStatus).view() as hosts,
+            Bucket(context.bus, subjects.KV_RUNS, RunSpec).view() as runs,
         ):
             station = Station(
                 bus=context.bus,
@@ -72,7 +74,7 @@ class Rollout:
                 url=context.url,
                 session=session,
                 sandboxes=Sandboxes(context.bus, context.waits, settings, context.settings.sandbox),
-                router=Router(hosts, session, context.waits, settings.call_timeout_s, settings.hedge_after_s),
+                router=Router(hosts, runs, session, context.waits, settings.call_timeout_s, settings.hedge_after_s),
                 endpoints=self._endpoints,
                 models=Models(context.bus),
                 stopping=context.stopping,

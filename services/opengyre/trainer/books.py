@@ -8,11 +8,12 @@ import msgspec
 from opengyre.learn.gradient import MAGNITUDE, InvalidSequenceError, check
 from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.ids import group_of
-from opengyre.proto.run import Optimization, RunSpec
+from opengyre.proto.run import RunSpec
 from opengyre.proto.task import GroupConsumed
 from opengyre.proto.update import Committed, UpdateStats
 from opengyre.trainer.frontier import Frontier
 from opengyre.trainer.learner import Stepped, finite
+from opengyre.trainer.parity import alarm
 from opengyre.trainer.store import Record
 from opengyre.trainer.update import Update
 from opengyre.trees import weights
@@ -208,17 +209,6 @@ def skip_reason(stepped: Stepped, broken: Sequence[str], update: Update) -> str 
 
 def _broken(update: Update) -> list[str]:
     return sorted({group for contribution in update.contributions.values() for group in contribution.stats.broken})
-
-
-def alarm(optimization: Optimization, stats: UpdateStats) -> str | None:
-    """What is wrong with an update's figures, in a sentence: trainer and engine disagree at one version."""
-    gap = stats.logprob_gap_sum / max(1, stats.logprob_gap_tokens)
-    if gap <= optimization.logprob_gap_alarm:
-        return None
-    return (
-        f"trainer and engine are {gap:.3g} nats apart in the mean of {stats.logprob_gap_tokens} tokens of one version; "
-        f"optimization.logprob_gap_alarm is {optimization.logprob_gap_alarm:g}"
-    )
 
 
 def publishes(spec: RunSpec, before: Record) -> bool:

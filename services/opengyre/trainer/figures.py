@@ -21,6 +21,12 @@ KL = Gauge("gyre_update_kl", "Mean k3 estimate of KL(behaviour || policy) over t
 ENTROPY = Gauge("gyre_update_entropy", "Mean entropy over the last update's tokens, nats", ["run"])
 CLIPPED = Gauge("gyre_update_clip_fraction", "Share of the last update's tokens that the bounds stopped", ["run"])
 GAP = Gauge("gyre_update_logprob_gap", "Mean |trainer log-prob - engine log-prob| at one version, nats", ["run"])
+GAP_MAX = Gauge("gyre_update_logprob_gap_max", "The greatest of these gaps in the last update, nats", ["run"])
+GAP_BY_AGE = Gauge(
+    "gyre_update_logprob_gap_by_age",
+    "Mean |trainer log-prob - engine log-prob| in the last update, by versions since the one that sampled, nats",
+    ["run", "age"],
+)
 REFERENCE_KL = Gauge(
     "gyre_update_reference_kl", "Mean estimate of KL(policy || initial model) over the last update's tokens", ["run"]
 )
@@ -69,9 +75,14 @@ def commit(event: Committed) -> dict[str, float]:
     gauges = (SCORE, GRADIENT_NORM, LOSS, KL, ENTROPY, CLIPPED, REFERENCE_KL, EFFECTIVE, RATE, ALARM)
     for gauge, value in zip(gauges, figures.values(), strict=True):
         gauge.labels(run).set(value)
-    if stats.logprob_gap_tokens:  # Else the last measured one stays: it is not 0 because it was not measured.
-        figures["logprob_gap"] = stats.logprob_gap_sum / stats.logprob_gap_tokens
-        GAP.labels(run).set(figures["logprob_gap"])
+    if (
+        apart := stats.logprob_gap
+    ) is not None:  # Else the last measured one stays: it is not 0 because it was not measured.
+        figures |= {"logprob_gap": apart, "logprob_gap_max": stats.logprob_gap_max}
+        GAP.labels(run).set(apart)
+        GAP_MAX.labels(run).set(stats.logprob_gap_max)
+    for version, mean in sorted(stats.logprob_gap_by_version.items()):
+        GAP_BY_AGE.labels(run, _age(event.version - 1 - version)).set(mean)
     VERSION.labels(run).set(event.version)
     if event.published:
         WEIGHT_VERSION.labels(run).set(event.version)
@@ -81,8 +92,7 @@ def commit(event: Committed) -> dict[str, float]:
     for execution in event.executions:
         EXECUTION_STALENESS.labels(run).observe(d_of[group_of(execution)])
     for version, count in stats.token_versions.items():
-        age = event.version - 1 - version
-        TOKEN_AGES.labels(run, str(age) if age < OLD else f"{OLD}+").inc(count)
+        TOKEN_AGES.labels(run, _age(event.version - 1 - version)).inc(count)
     TOKENS.labels(run).inc(stats.live_tokens)
     MASKED.labels(run).inc(stats.masked_tokens)
     UNIQUE_TOKENS.labels(run).inc(stats.unique_tokens)
@@ -101,6 +111,10 @@ def commit(event: Committed) -> dict[str, float]:
         "unique_tokens": stats.unique_tokens,
         "path_tokens": stats.path_tokens,
     }
+
+
+def _age(versions: int) -> str:
+    return str(versions) if versions < OLD else f"{OLD}+"
 
 
 class Alarm:

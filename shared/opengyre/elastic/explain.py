@@ -13,6 +13,8 @@ from opengyre.proto.host import HostState
 from opengyre.proto.run import Elastic
 
 ENDLESS = 1 << 30
+AWAY = ("lost", "refused")
+"""Standings of a cell in which it takes no role."""
 
 
 def held_by(given: AdmissionInput) -> str | None:
@@ -92,9 +94,14 @@ def unfit(elastic: Elastic, cells: int) -> str | None:
     )
 
 
+def refused(cells: Sequence[CellReport]) -> list[str]:
+    """Which cells the run takes no token from, and why."""
+    return [f"cell {cell.cell} is refused: {cell.refused}" for cell in cells if cell.refused is not None]
+
+
 def unmet_floors(elastic: Elastic, cells: Sequence[CellReport]) -> list[str]:
-    """Floors that the present cells cannot meet; lost cells and those under another wish do not count."""
-    there = [cell for cell in cells if cell.state != "lost"]
+    """Floors that the present cells cannot meet; lost and refused cells and those under another wish do not count."""
+    there = [cell for cell in cells if cell.state not in AWAY]
     free = [cell for cell in there if cell.wish is None]
     found: list[str] = []
     for role, floor in (("rollout", elastic.min_rollout_cells), ("train", elastic.min_train_cells)):
@@ -115,13 +122,13 @@ def _count(cells: int) -> str:
 
 
 def _why(cells: Sequence[CellReport]) -> str:
-    reasons = [f"{cell.cell} {_standing(cell)}" for cell in cells if cell.state == "lost" or cell.wish is not None]
+    reasons = [f"{cell.cell} {_standing(cell)}" for cell in cells if cell.state in AWAY or cell.wish is not None]
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def _standing(cell: CellReport) -> str:
-    if cell.state == "lost":
-        return "is lost"
+    if cell.state in AWAY:
+        return f"is {cell.state}"
     if cell.wish is not None:
         return f"is held in the role {cell.wish} by an operator's wish"
     if cell.role in (None, "rollout"):

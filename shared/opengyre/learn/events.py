@@ -4,7 +4,8 @@ Weights are absolute: they are fixed before anything is packed (`opengyre.trees.
 the plain sum over its events, in whatever parts they come. A sequence is never split over tables.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class Events:
                 )
 
 
+GREATEST: Final = {"max_ratio", "logprob_gap_max"}
+"""Figures of which the greater one counts; of the others the sum."""
+
+
 @dataclass(slots=True)
 class LossStats:
     """What the events looked like, summed, under the names of `proto.update.UpdateStats`; `merge` adds another's.
@@ -63,11 +68,24 @@ class LossStats:
     logprob_gap_sum: float = 0.0
     """Of |logp - behaviour| over events of age 0: trainer and engine at one version."""
     logprob_gap_tokens: int = 0
+    logprob_gap_max: float = 0.0
+    offset_sum: float = 0.0
+    """Of logp - behaviour over the same events, with its sign."""
+    offset_square_sum: float = 0.0
+    behaviour_sum: float = 0.0
+    behaviour_square_sum: float = 0.0
+    offset_behaviour_sum: float = 0.0
+    gap_by_age: dict[int, float] = field(default_factory=dict)
+    """Age -> sum of |logp - behaviour|."""
 
     def merge(self, other: "LossStats") -> None:
         for column in fields(other):
             mine, theirs = getattr(self, column.name), getattr(other, column.name)
-            setattr(self, column.name, max(mine, theirs) if column.name == "max_ratio" else mine + theirs)
+            if isinstance(mine, dict):
+                value = {age: mine.get(age, 0.0) + theirs.get(age, 0.0) for age in sorted({*mine, *theirs})}
+            else:
+                value = max(mine, theirs) if column.name in GREATEST else mine + theirs
+            setattr(self, column.name, value)
 
 
 def live(events: Events, max_age: int | None) -> Tensor:

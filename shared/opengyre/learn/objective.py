@@ -71,6 +71,17 @@ def _stats(
         ratio_square_sum=float(ratio.double().square().sum()),
     )
     if events.age is not None:
-        gap = (logp - events.behaviour).abs()[events.age == 0]
-        stats.logprob_gap_sum, stats.logprob_gap_tokens = float(gap.sum()), gap.numel()
+        offset = (logp - events.behaviour).double()
+        for age in torch.unique(events.age).tolist():
+            stats.gap_by_age[age] = float(offset[events.age == age].abs().sum())
+        _parity(stats, offset[events.age == 0], events.behaviour[events.age == 0].double())
     return stats
+
+
+def _parity(stats: LossStats, offset: Tensor, behaviour: Tensor) -> None:
+    """Over events of one version: how far trainer and engine are apart, and which way."""
+    stats.logprob_gap_sum, stats.logprob_gap_tokens = float(offset.abs().sum()), offset.numel()
+    stats.logprob_gap_max = float(offset.abs().max()) if offset.numel() else 0.0
+    stats.offset_sum, stats.offset_square_sum = float(offset.sum()), float(offset.square().sum())
+    stats.behaviour_sum, stats.behaviour_square_sum = float(behaviour.sum()), float(behaviour.square().sum())
+    stats.offset_behaviour_sum = float((offset * behaviour).sum())

@@ -9,6 +9,7 @@ class Extension:
     """Mixed into vLLM's worker: `model_runner` and `reload_weights` are the worker's."""
 
     model_runner: Any
+    vllm_config: Any
     reload_weights: Any
 
     def gyre_load(self, directory: str) -> int:
@@ -28,6 +29,20 @@ class Extension:
                     module.quant_method.process_weights_after_loading(module)
                     packed += 1
         return packed
+
+    def gyre_sampler(self) -> dict[str, Any]:
+        """What is in force of all that moves log-probs, whatever arguments led to it."""
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        dtype = str(model.dtype).removeprefix("torch.")
+        return {
+            "processors": [str(one) for one in model.logits_processors or ()],
+            "logprobs": model.logprobs_mode.removesuffix("_logprobs"),
+            "dtype": dtype,
+            "kv_dtype": dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+            "quantization": model.quantization,
+            "chunked_prefill": bool(self.vllm_config.scheduler_config.enable_chunked_prefill),
+            "prefix_caching": bool(cache.enable_prefix_caching),
+        }
 
     def gyre_memory(self) -> dict[str, int]:
         """Bytes that the worker holds on its accelerator; zeros on a CPU."""
