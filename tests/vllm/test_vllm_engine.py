@@ -8,12 +8,20 @@ import os
 import signal
 
 import pytest
+import torch
 
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_calls import body_of
 from opengyre.host.vllm_process import Server
+from opengyre.learn.events import Events
+from opengyre.learn.objective import objective
+from opengyre.proto.handshake import differs
+from opengyre.proto.host import Sampler
+from opengyre.proto.run import Optimization, RunSpec, Serving
+from opengyre.proto.update import UpdateStats
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.tiny.types import EngineClosedError, EngineError, GenerateRequest, GenerateResult, InvalidRequestError
+from opengyre.trainer.parity import alarm
 from support import eventually
 from support.vllm_models import VOCABULARY, Models, settings
 
@@ -39,6 +47,29 @@ def off(
     """By how much log-probs of tokens `[start, end)` differ from a forward of these weights, at most."""
     expected = models.logprobs(name, (*prompt, *result.token_ids))[len(prompt) - 1 :]
     return max(abs(a - b) for a, b in zip(result.logprobs[start:end], expected[start:end], strict=True))
+
+
+async def test_it_says_how_it_samples_as_it_is_in_force(engine: VllmEngine) -> None:
+    said = engine.sampler()
+    assert said is not None
+    assert said == Sampler(chunked_prefill=True, prefix_caching=True)
+    assert differs(RunSpec(run="r", model="m", serving=Serving(dtype="float32", chunked_prefill=True)), said) is None
+
+
+async def test_an_engine_at_another_temperature_is_an_alarm_that_says_so(engine: VllmEngine, models: Models) -> None:
+    """The run thinks that it samples at 1."""
+    ages = torch.zeros(800, dtype=torch.int64)
+    for temperature, alarmed in ((1.0, False), (0.5, True)):
+        result = await engine.submit(request(f"t{temperature}", 800, temperature=temperature))
+        behaviour = torch.tensor(result.logprobs)
+        expected = torch.tensor(models.logprobs("old", (*PROMPT, *result.token_ids))[len(PROMPT) - 1 :])
+        events = Events(behaviour=behaviour, advantage=behaviour * 0, weight=behaviour * 0, age=ages)
+        found = objective(Optimization())(expected, events)[1]
+        names = [name for name in UpdateStats.__struct_fields__ if hasattr(found, name)]
+        said = alarm(Optimization(), UpdateStats(**{name: getattr(found, name) for name in names}))
+        assert (said is not None) is alarmed
+        if said is not None:
+            assert "likely the engine samples at a lower temperature" in said
 
 
 async def test_a_call_in_flight_survives_new_weights_with_exact_versions(engine: VllmEngine, models: Models) -> None:
