@@ -242,7 +242,7 @@ class Router:
 
         def another() -> Coroutine[None, None, _Served] | None:
             avoided = {host.host, *self._avoids(asyncio.get_running_loop().time())}
-            other = spare(self.view.values.values(), call.run, self.in_flight, avoided)
+            other = spare(self._open_to(call.run), call.run, self.in_flight, avoided)
             if other is None:
                 return None
             self.in_flight[other.host] += 1
