@@ -14,6 +14,8 @@ count = 600
 generator = "shelltasks"
 count = 24
 every = 8                  # updates between two evaluations; the first policy and the last are evaluated in any case
+[hardware]                 # what `--dry-run` assumes: gpus, cell_gpus, gpu, ...; without it this machine
+gpus = 8
 """
 
 import re
@@ -42,6 +44,7 @@ from opengyre.proto.run import (
 )
 from opengyre.proto.task import TaskSpec
 from opengyre.shelltasks.tasks import generate
+from opengyre.sizing.hardware import Hardware
 
 S = TypeVar("S", "TaskSource", "EvaluationSource")
 
@@ -82,6 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     run: RunSpec
     tasks: tuple[TaskSpec, ...]
+    hardware: Hardware | None = None
     evaluation: tuple[TaskSpec, ...] = ()
     """The held-out tasks, once for each version that they evaluate."""
 
@@ -111,8 +115,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.run.dispatch.phi + (self.run.dispatch.mu - 1) / 2
 
 
-def read_recipe(path: Path) -> Plan:
-    """Read and check a recipe; raises `TaskFileError`."""
+def read_recipe(path: Path, *, dry: bool = False) -> Plan:
+    """Read and check a recipe; raises `TaskFileError`. `dry`: the policy may be missing where `hardware.config` says
+    its shape."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -122,15 +127,29 @@ def read_recipe(path: Path) -> Plan:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskFileError(f"recipe {path} is not valid TOML: {error}") from error
     for key in document:
-        if key not in ("run", "tasks", "evaluation", "workload"):  # the last is the simulator's
+        if key not in ("run", "tasks", "evaluation", "hardware", "workload"):  # the last is the simulator's
             meant = f"; did you mean run.{key}?" if key in PARTS else ""
-            raise TaskFileError(f"{path}: unknown table {key}{meant or '; allowed: run, tasks, evaluation, workload'}")
-    run = _run(path, document.get("run"))
+            allowed = "; allowed: run, tasks, evaluation, hardware, workload"
+            raise TaskFileError(f"{path}: unknown table {key}{meant or allowed}")
+    hardware = _hardware(path, document["hardware"]) if "hardware" in document else None
+    needed = not (dry and hardware is not None and hardware.config is not None)
+    run = _run(path, document.get("run"), needed)
     tasks = _tasks(path, document.get("tasks"))
-    return Plan(run=run, tasks=tasks, evaluation=_evaluation(path, document.get("evaluation"), run))
+    return Plan(run=run, tasks=tasks, evaluation=_evaluation(path, document.get("evaluation"), run), hardware=hardware)
 
 
-def _run(path: Path, table: Any) -> RunSpec:
+def _hardware(path: Path, table: Any) -> Hardware:
+    if not isinstance(table, dict):
+        raise TaskFileError(f"{path}: hardware must be a table")
+    known(str(path), "hardware.", table, Hardware)
+    try:
+        return msgspec.convert(table, Hardware)
+    except msgspec.ValidationError as error:
+        raise TaskFileError(f"{path}: in [hardware]: {wrong_type(error, table, Hardware)}") from error
+
+
+def _run(path: Path, table: Any, needed: bool) -> RunSpec:
+    """`needed`: the policy's directory has to be there."""
     if not isinstance(table, dict):
         raise TaskFileError(f"{path}: the table [run] is missing; it names at least run and model")
     known(str(path), "run.", table, RunSpec)
@@ -157,7 +176,7 @@ def _run(path: Path, table: Any) -> RunSpec:
     if Path(spec.model).is_absolute():
         return spec  # it may be on the trainer's machine only
     model = path.parent / spec.model
-    if not model.is_dir():
+    if not model.is_dir() and needed:
         raise TaskFileError(f"{path}: run.model is {spec.model!r} and {model} is no directory; it holds a policy")
     return msgspec.structs.replace(spec, model=str(model.resolve()))
 

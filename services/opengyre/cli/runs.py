@@ -18,11 +18,14 @@ from opengyre.cli.client import (
     errors,
     show_json,
 )
+from opengyre.cli.estimate import Estimate, estimated
+from opengyre.cli.estimate_view import shown
 from opengyre.cli.recipe import Plan, read_recipe
 from opengyre.cli.run_follow import follow as follow_run
 from opengyre.cli.task_files import TaskFileError
 from opengyre.cli.tasks import PATIENCE_S, send
-from opengyre.policy.directory import check_directory
+from opengyre.policy.describe import describe
+from opengyre.shared.settings import load
 from opengyre.tiny.config import ModelDirectoryError
 
 START = "start"
@@ -65,10 +68,10 @@ def run(
 
     Example: gyre run recipes/shell.toml
     """
-    plan = read_recipe(recipe)
+    plan = read_recipe(recipe, dry=dry_run)
+    check_model(recipe, plan)
     if dry_run:
-        check_model(recipe, plan)
-        _explain(plan, json)
+        _explain(plan, estimated(recipe, plan, load().host, plan.hardware), json)
         return
     api = connect(gateway, api_key, state_dir)
     body = msgspec.to_builtins(plan.run)
@@ -98,7 +101,7 @@ def check_model(recipe: Path, plan: Plan) -> None:
     if not model.is_dir():
         return  # An absolute path may be on the trainer's machine only.
     try:
-        check_directory(model)
+        describe(model)
     except ModelDirectoryError as error:
         raise TaskFileError(f"{recipe}: run.model cannot be used: {error}") from error
 
@@ -111,7 +114,8 @@ def lacking(plan: Plan) -> str | None:
     return f"the tasks make {plan.groups} groups and the updates take {needed}: the run waits for more tasks then"
 
 
-def _explain(plan: Plan, json: bool) -> None:
+def _explain(plan: Plan, estimate: Estimate | None, json: bool) -> None:
+    there = Path(plan.run.model).is_dir()
     facts = {
         "run": msgspec.to_builtins(plan.run),
         "tasks": len(plan.tasks),
@@ -121,6 +125,8 @@ def _explain(plan: Plan, json: bool) -> None:
         "evaluations": len(plan.evaluation),
         "predicted_staleness": plan.predicted_staleness,
         "own_turns": plan.own_turns,
+        "model_is_here": there,
+        "estimate": estimate and msgspec.to_builtins(estimate),
     }
     if json:
         show_json(facts)
@@ -147,4 +153,14 @@ def _explain(plan: Plan, json: bool) -> None:
             f"{tasks} tasks say max_turns = {turns} themselves, which holds for them; "
             f"run.harness.max_turns = {plan.run.harness.max_turns} does not"
         )
+    for part in shown(estimate) if estimate is not None else ():
+        console.print(part, soft_wrap=isinstance(part, str))
+    if not there:
+        console.print(
+            f"{plan.run.model} is not on this machine: a run needs config.json, the weights as safetensors, "
+            "tokenizer.json and a chat template there",
+            soft_wrap=True,
+        )
+    elif estimate is None:
+        console.print("memory and time are not worked out for this family of models")
     console.print(lacking(plan) or "the recipe is valid; nothing was started")

@@ -1,0 +1,82 @@
+"""`gyre run --dry-run` of the recipes that ship, with and without the model: what is expected, and what is refused."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from opengyre.cli.main import app
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GPU = RECIPES / "qwen3-8gpu.toml"
+
+
+def dry(recipe: Path, *options: str) -> dict:
+    done = CliRunner().invoke(app, ["run", str(recipe), "--dry-run", "--json", *options])
+    if done.exit_code:
+        raise done.exception or AssertionError(done.output)
+    return json.loads(done.output)
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> Path:
+    text = GPU.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "shapes").mkdir()
+    (folder / "shapes/qwen3-8b.json").write_text((RECIPES / "shapes/qwen3-8b.json").read_text())
+    (folder / "r.toml").write_text(text)
+    return folder / "r.toml"
+
+
+def test_the_gpu_recipe_is_that_of_smollm2_but_for_the_policy_and_the_hardware() -> None:
+    gpu, small = (tomllib.loads((RECIPES / name).read_text()) for name in ("qwen3-8gpu.toml", "smollm2-shell.toml"))
+    assert "hardware" not in small
+    assert gpu.pop("hardware")["cell_gpus"] == 2
+    for recipe in (gpu, small):
+        del recipe["run"]["run"], recipe["run"]["model"]
+    assert gpu == small
+
+
+def test_a_dry_run_says_what_eight_gpus_hold_without_the_model() -> None:
+    facts = dry(GPU)
+    found = facts["estimate"]
+    assert (facts["model_is_here"], found["parameters"]) == (False, 8_190_735_360)
+    assert (found["serving"]["engine"], found["serving"]["dtype"]) == ("vllm", "bfloat16")
+    assert found["serving"]["weights"] == 2 * 8_190_735_360
+    # Nine tenths of two cards of 80 GiB, without the weights; a token is 73,728 numbers of 2 bytes.
+    kv = int(2 * (80 << 30) * 0.9) - 2 * 8_190_735_360
+    assert (found["serving"]["kv"], found["serving"]["kv_tokens"]) == (kv, kv // 147_456)
+    assert found["training"]["gradients"] == 2 * 8_190_735_360
+    assert found["trainer"]["optimizer"] == 8 * 8_190_735_360
+    assert (found["times"]["rollout_cells"], found["times"]["train_cells"]) == (3, 1)
+    assert "optimization.logprob_gap_alarm is 0.05; 0.25 is quiet" in found["notes"][0]
+    shown = CliRunner().invoke(app, ["run", str(GPU), "--dry-run"]).output
+    assert "is not on this machine: a run needs" in shown
+    assert "memory, 8 x H100-80GB, 2 a cell" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ([("context_tokens = 1024", "context_tokens = 50000")], "the policy has 40960 positions"),
+        ([("context_tokens = 1024", "context_tokens = 4096")], "or GYRE_HOST__VLLM_CONTEXT=4096"),
+        ([("cell_gpus = 2", "cell_gpus = 1"), ("H100-80GB", "L40S-48GB")], "hardware.cell_gpus = 2 would do"),
+        ([("host_gib = 512.0", "host_gib = 150.0")], "optimization.optimizer = adafactor would do"),
+        ([('gpu = "H100-80GB"', 'gpu = "V1"')], "hardware.gpu is 'V1'; allowed are"),
+        ([("gpus = 8", 'gpus = "8"')], "in [hardware]: gpus is '8'; allowed: a whole number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_number_that_would(
+    tmp_path: Path, changes: list[tuple[str, str]], sentence: str
+) -> None:
+    with pytest.raises(Exception, match=r"r\.toml") as refused:  # the sentence is looked at below
+        dry(changed(tmp_path, *changes))
+    assert sentence in str(refused.value)
+
+
+def test_without_a_shape_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="is no directory; it holds a policy"):
+        dry(changed(tmp_path, ('config = "shapes/qwen3-8b.json"', "")))
