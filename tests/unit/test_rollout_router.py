@@ -62,9 +62,12 @@ crowds = st.lists(
         run=st.sampled_from(["r", None, "other"]),
     ).flatmap(
         lambda made: st.builds(
-            lambda waiting, usage: msgspec.structs.replace(made, waiting=min(waiting, made.running), kv_usage=usage),
+            lambda waiting, usage, capacity: msgspec.structs.replace(
+                made, waiting=min(waiting, made.running), kv_usage=usage, capacity=capacity
+            ),
             st.integers(0, 20),
             st.sampled_from([0.0, 0.5, 0.95]),
+            st.sampled_from([1, 4, 20, 40]),
         )
     ),
     max_size=8,
@@ -123,6 +126,14 @@ def test_a_host_serves_what_it_has_memory_for(running: int, waiting: int, usage:
     """Calls that wait where there is memory wait for their prompts to be read."""
     one = msgspec.structs.replace(host("h0", running=running), waiting=waiting, kv_usage=usage)
     assert one.serves == serves
+
+
+@pytest.mark.parametrize(("ours", "chosen"), [(9, "h1"), (11, "h0")])
+def test_affinity_ends_at_its_slack(ours: int, chosen: str) -> None:
+    hosts = [msgspec.structs.replace(host(name), capacity=40) for name in ("h0", "h1")]
+    found = choose(hosts, "r", {"h1": ours}, prefer="h1").host
+    assert found is not None
+    assert found.host == chosen
 
 
 @given(
