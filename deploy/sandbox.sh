@@ -1,6 +1,6 @@
 #!/bin/sh
-# The sandbox service in a container. Runs as root with SYS_ADMIN, uses that right twice, gives it up, and then keeps
-# the service going: sandboxes live in this container's process namespace, so a service that crashes must be started
+# The sandbox service in a container. Runs as root with SYS_ADMIN, uses that right twice, gives it up (unless images are
+# to be mounted: SANDBOX_IMAGES), and then keeps the service going: sandboxes live in this container's process namespace, so a service that crashes must be started
 # again in here, where it finds them.
 set -eu
 
@@ -16,9 +16,9 @@ for point in /sys/fs/cgroup/memory /sys/fs/cgroup/unified /sys/fs/cgroup; do
     fi
 done
 
-# Where AppArmor keeps user namespaces from those without the right, the service has to keep it.
+# Where AppArmor keeps user namespaces from those without the right, the service has to keep it; and who mounts roots.
 restricted=/proc/sys/kernel/apparmor_restrict_unprivileged_userns
-if [ -e "$restricted" ] && [ "$(cat "$restricted")" != 0 ]; then
+if [ -n "${SANDBOX_IMAGES:-}" ] || { [ -e "$restricted" ] && [ "$(cat "$restricted")" != 0 ]; }; then
     set -- python -m opengyre.sandbox "$@"
 else
     set -- setpriv --inh-caps=-sys_admin --bounding-set=-sys_admin python -m opengyre.sandbox "$@"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from opengyre.sandbox import machine
 from opengyre.shared.embedded import NATS_CONFIG, free_port, valkey_command
 from opengyre.shared.settings import load
 
@@ -190,6 +191,27 @@ def test_a_host_with_a_gpu_serves_by_vllm(document: dict[str, Any]) -> None:
     assert "GYRE_HOST__VLLM_PYTHON=/opt/vllm/bin/python" in dockerfile
     default = service["build"]["args"]["TORCH_INDEX"]
     assert re.sub(r"\$\{\w+-(.*)\}", r"\1", default) == "", "PyPI's torch is the one for CUDA"
+
+
+@pytest.mark.parametrize("tool", READERS[1:])
+def test_sandboxes_with_images_have_the_rights_for_them_and_no_other_service_has(tool: str) -> None:
+    skip_without(tool)
+    images = str(ROOT / "deploy" / "compose.images.yaml")
+    done = run(tool, "-f", images, "config", GYRE_API_KEY="k", GYRE_IMAGES="/srv/x")
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    sandbox = services.pop("sandbox")
+    rights = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_SYS_CHROOT": 18, "CAP_SYS_ADMIN": 21}
+    assert {f"CAP_{name}" for name in sandbox["cap_add"]} == {*rights, "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"}
+    assert sum(1 << number for number in rights.values()) == machine.MOUNTING
+    assert set(sandbox["tmpfs"]) == {"/tmp", "/run"}
+    assert sandbox["cap_drop"] == ["ALL"]
+    assert volumes(sandbox) == {"/var/lib/sandboxes": "sandbox", "/srv/images": "/srv/x"}
+    assert sandbox["environment"]["SANDBOX_IMAGES"] == "1"
+    assert load(
+        environment={name: value for name, value in sandbox["environment"].items() if name.startswith("GYRE_")}
+    ).sandbox.image_roots == ("/srv/images",)
+    assert not [name for name, service in services.items() if "cap_add" in service]
 
 
 @pytest.mark.parametrize("tool", READERS[1:])

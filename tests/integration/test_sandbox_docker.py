@@ -11,6 +11,7 @@ import aiodocker
 import msgspec
 import pytest
 from aiodocker.containers import DockerContainer
+from aiodocker.execs import Exec
 
 from opengyre.proto.sandbox import ExecRequest, ExecResult, InfoRequest, NodeInfo, SandboxRef, SandboxSpec
 from opengyre.proto.sandbox_trees import ForkRequest, ForkResult, SnapshotInfo, SnapshotRequest
@@ -18,6 +19,7 @@ from opengyre.sandbox import docker_config, docker_host
 from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, Options, SandboxGone, Spec
 from opengyre.sandbox.docker import Docker
+from opengyre.sandbox.docker_execs import Commands
 from opengyre.shared.bus import Bus, call
 from opengyre.shared.settings import SandboxSettings
 from support import both_backends
@@ -64,6 +66,28 @@ async def test_trap_07_more_than_100_commands_leave_room_for_other_calls(tmp_pat
             assert (await box.run("echo ok")).stdout == "ok\n"
         await node.backend.quiet("s")
         assert {done.exit_code for done in await asyncio.gather(*running)} == {137}
+
+
+async def test_a_signal_waits_until_the_engine_names_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An engine under load named it after the command had begun to write, and the signal was lost without a word."""
+    async with started("docker", tmp_path / "node") as node:
+        await node.create("s")
+        box = Box(node, "s")
+        await node.backend.spawn(box.spec, "job", "trap 'exit 5' TERM; while :; do sleep 0.05; done", 60, 1000)
+        asked: list[int] = []
+        look = Commands._leader
+
+        async def late(commands: Commands, known: Exec) -> int:
+            asked.append(await look(commands, known))
+            return asked[-1] if len(asked) > 3 else 0
+
+        monkeypatch.setattr(Commands, "_leader", late)
+        await node.backend.kill("s", "job", "TERM")
+        assert len(asked) > 3
+        # The shell may have been about to set its trap.
+        status = await node.backend.poll("s", "job", 10)
+        assert status.result is not None
+        assert status.result.exit_code in (5, 143)
 
 
 @pytest.mark.parametrize("step", ["show", "_first_files", "_folders"])

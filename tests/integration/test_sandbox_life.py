@@ -294,7 +294,7 @@ async def test_a_monitor_that_is_killed_is_an_infra_error_and_the_command_not_ru
 
 
 async def test_a_second_service_on_the_same_folder_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("opengyre.sandbox.bubblewrap.LOCK_BOUND_S", 0.2)
+    monkeypatch.setattr("opengyre.sandbox.owned.LOCK_BOUND_S", 0.2)
     other = Node(node.backend._root)
     with pytest.raises(InfraError, match="another sandbox service uses"):
         await other.manager.start()

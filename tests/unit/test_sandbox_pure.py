@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opengyre.proto.sandbox import Capabilities, ExecRequest, ExecResult, SandboxSpec, VerifyRequest
 from opengyre.proto.task import Check
-from opengyre.sandbox import cgroups, check, commands, jail
+from opengyre.sandbox import cgroups, check, commands, jail, machine
 from opengyre.sandbox.core import InvalidRequest, Options, Spec
 from opengyre.sandbox.evaluate import clean, failed, is_clean, is_of, lasts_s
 from opengyre.sandbox.launch import leader
@@ -402,3 +402,16 @@ def test_a_sandbox_with_an_image_has_its_root_and_nothing_of_the_machines():
     assert args[args.index("--cap-drop") + 1] == "ALL"
     mounting, tracing, devices, network, modules = 21, 19, 27, 12, 16
     assert not any(jail.ROOT_CAPABILITIES >> bit & 1 for bit in (mounting, tracing, devices, network, modules, 2))
+
+
+@pytest.mark.parametrize(
+    ("effective", "may"),
+    [
+        ("000001ffffffffff", True),
+        ("00000000a80425fb", False),  # root in a container of Docker
+        ("00000000002001c0", False),  # SYS_ADMIN, but no SYS_CHROOT
+        ("00000000002401cb", True),
+    ],
+)
+def test_root_without_the_rights_makes_no_roots_of_images(effective: str, may: bool) -> None:
+    assert machine.may_mount(f"Name:\tx\nCapPrm:\t000001ffffffffff\nCapEff:\t{effective}\nCapBnd:\t0\n") is may

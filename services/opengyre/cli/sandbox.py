@@ -43,7 +43,6 @@ from opengyre.shared.settings import load
 TIMED_OUT = 124
 """Exit status of `exec` where the command was killed for its time, as of timeout(1)."""
 KILLED = 137
-INTERRUPTED = 130
 LabelOption = Annotated[list[str] | None, typer.Option("--label", help="KEY=VALUE; may be repeated, all must hold.")]
 Sandbox = Annotated[str, typer.Argument(help="Id of a sandbox; `gyre sandbox ls` lists them.")]
 
@@ -136,10 +135,7 @@ def exec_(
         async with connected(nats, state_dir) as bus:
             return await run_command(bus, await _where(bus, sandbox), request)
 
-    try:
-        done = run(work())
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+    done = run(work())
     if json:
         show_json(done)
     else:

@@ -17,13 +17,17 @@ PREFIX = f"gyre-{SERVICE}-"
 ASK_S = 10.0
 MARGIN_S = 40.0
 """What a command's answer may take beside the command."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 NodeOption = Annotated[str | None, typer.Option("--node", help="Only this node; default: all that answer.")]
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Do the work of a verb; raises `StackError`."""
+    """Do the work of a verb; raises `StackError`, and ends the command where it is interrupted."""
     try:
         return asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
     except (BusError, RpcFailedError, InfraError) as error:
         raise StackError(str(error)) from error
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ from opengyre.proto.sandbox_images import (
     RemoveImageRequest,
 )
 from opengyre.shared.blobs import Blobs, reference_of
-from opengyre.shared.bus import Bus
+from opengyre.shared.bus import Bus, RpcFailedError
 from opengyre.shared.settings import load
 
 CHUNK = 1 << 20
@@ -140,7 +141,15 @@ def _progress() -> Progress:
 async def _add(bus: Bus, node: str, request: AddImageRequest, shown: Progress) -> ImageInfo:
     row = shown.add_task(f"unpacked on {node}", total=None)
     while True:
-        told = await ask(bus, node, "add_image", request, ImageAdding, WAIT_S + MARGIN_S)
+        try:
+            told = await ask(bus, node, "add_image", request, ImageAdding, WAIT_S + MARGIN_S)
+        except RpcFailedError as error:
+            if request.blob is None or request.blob not in str(error):
+                raise
+            raise StackError(
+                f"node {node!r} has another blob store than this command; bring SOURCE to the node, below one of its "
+                "sandbox.image_roots, and add it with --on-node"
+            ) from error
         shown.update(row, completed=told.unpacked)
         if told.done and told.info is not None:
             return told.info
@@ -152,10 +161,22 @@ async def _stored(source: Path, state_dir: Path | None, shown: Progress) -> Asyn
     folder = blob_store(state_dir)
     async with Blobs(folder, load().cache) as blobs:
         row = shown.add_task("copied to the blob store", total=None)
+        interrupted = threading.Event()
+
+        def copied(count: int) -> None:
+            if interrupted.is_set():
+                raise InterruptedError("interrupted")
+            shown.advance(row, count)
+
         try:
-            beside = await asyncio.to_thread(_beside, source, folder, lambda count: shown.advance(row, count))
-            known = blobs.path(await asyncio.to_thread(reference_of, beside)).exists()
-            blob = await blobs.put_file(beside)
+            with contextlib.ExitStack() as made:
+                beside = await asyncio.to_thread(_beside, source, folder, copied)
+                made.callback(beside.unlink, missing_ok=True)
+                known = blobs.path(await asyncio.to_thread(reference_of, beside)).exists()
+                blob = await blobs.put_file(beside)
+        except asyncio.CancelledError:
+            interrupted.set()  # the thread would copy on to its end, and this process would wait for it
+            raise
         except OSError as error:
             raise StackError(f"{source} could not be copied to the blob store in {folder}: {error}") from error
         try:

@@ -9,7 +9,6 @@ steps.
 """
 
 import asyncio
-import fcntl
 import json
 import os
 import secrets
@@ -28,23 +27,15 @@ from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest
 from opengyre.sandbox.discard import discard
 from opengyre.sandbox.images import Image
 from opengyre.sandbox.launch import spools
+from opengyre.sandbox.owned import own
 from opengyre.sandbox.records import Processes, load, save
 from opengyre.sandbox.roots import HOST_ROOT, Root, Roots
 from opengyre.sandbox.running import Running
 from opengyre.sandbox.transfer import Transfer
 
-LOCK_BOUND_S = 10.0
 UID_BASE = 0x10000000
 IDS = 65536
 SLOTS = 8192
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Bubblewrap(Running, Transfer, Roots):
@@ -84,7 +75,7 @@ class Bubblewrap(Running, Transfer, Roots):
 
     async def start(self) -> list[str]:
         """Raises `CannotIsolateError` where this machine cannot make sandboxes, with the reason."""
-        await self._take_folder()
+        self._lock = await own(self._root, ("sandboxes", "trash", "layers", "snapshots", "disks"))
         if self._isolated:
             binary = machine.find_bwrap()
             if binary is None:
@@ -106,23 +97,6 @@ class Bubblewrap(Running, Transfer, Roots):
         finally:
             await self.destroy(probe.sandbox)
         return list(self._live)
-
-    async def _take_folder(self) -> None:
-        for name in ("sandboxes", "trash", "layers", "snapshots", "disks"):
-            (self._root / name).mkdir(parents=True, exist_ok=True)
-        self._root.chmod(0o700)
-        lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            async with asyncio.timeout(LOCK_BOUND_S):
-                # One that is stopping lets go soon; a file lock has no event.
-                while not _locked(lock):  # noqa: ASYNC110 - state of the system, which has no event
-                    await asyncio.sleep(0.1)
-        except BaseException as error:
-            os.close(lock)
-            if isinstance(error, TimeoutError):
-                raise InfraError(f"another sandbox service uses {self._root}; give each a folder of its own") from None
-            raise
-        self._lock = lock
 
     async def stop(self) -> None:
         await self._egress.close_all()

@@ -11,7 +11,6 @@ Awaits: an answer of the engine, bounded by `docker_engine.CALL_S`; a command's 
 """
 
 import asyncio
-import fcntl
 import os
 import secrets
 import shutil
@@ -30,7 +29,6 @@ from opengyre.sandbox.commands import keep_limit
 from opengyre.sandbox.core import (
     PLAIN,
     CannotIsolateError,
-    InfraError,
     Options,
     SandboxError,
     Spec,
@@ -38,9 +36,8 @@ from opengyre.sandbox.core import (
 from opengyre.sandbox.docker_base import Made
 from opengyre.sandbox.docker_engine import engine_errors, to_its_end
 from opengyre.sandbox.docker_images import Images
+from opengyre.sandbox.owned import own
 from opengyre.sandbox.records import load
-
-LOCK_BOUND_S = 10.0
 
 
 class Docker(Images):
@@ -48,30 +45,13 @@ class Docker(Images):
 
     async def start(self) -> list[str]:
         """Raises `CannotIsolateError` where there is no engine that can hold sandboxes, with the reason."""
-        await self._take_folder()
+        self._lock = await own(self._root, ("sandboxes", "snapshots", "trash"))
         info = await self._engine.open()
         self._storage = await self._bounds_roots(info)
         await self._sweep()
         await self._look_at_images()
         await self._probe()
         return list(self._live)
-
-    async def _take_folder(self) -> None:
-        for name in ("sandboxes", "snapshots", "trash"):
-            (self._root / name).mkdir(parents=True, exist_ok=True)
-        self._root.chmod(0o700)
-        lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            async with asyncio.timeout(LOCK_BOUND_S):
-                # One that is stopping lets go soon; a file lock has no event.
-                while not _locked(lock):  # noqa: ASYNC110 - state of the system, which has no event
-                    await asyncio.sleep(0.1)
-        except BaseException as error:
-            os.close(lock)
-            if isinstance(error, TimeoutError):
-                raise InfraError(f"another sandbox service uses {self._root}; give each a folder of its own") from None
-            raise
-        self._lock = lock
 
     async def _bounds_roots(self, info: Mapping[str, Any]) -> bool:
         """Whether the engine can bound the size of a root; overlay2 can on XFS with project quotas only."""
@@ -185,14 +165,6 @@ class Docker(Images):
 
     async def destroy(self, sandbox: str) -> None:
         await to_its_end(self._unmake(sandbox, keep=False))
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _cgroup_of(pid: int) -> str:

@@ -15,7 +15,6 @@ bounds; whoever joins a command waits for its watch, which ends by the command's
 """
 
 import asyncio
-import hashlib
 import shutil
 import time
 from collections.abc import Coroutine
@@ -47,6 +46,7 @@ TICK_S = 0.25
 GRACE_S = 30.0
 AGAIN_S = 2.0
 LAST_S = 0.1
+NAMED_S = 5.0
 SIGNALS = {"TERM": 15, "INT": 2}
 _FAULTS = (aiodocker.DockerError, aiohttp.ClientError, OSError)
 
@@ -110,7 +110,7 @@ class Commands:
     ) -> None:
         """Start a command if nobody has; `InvalidRequest` where its id stands for another one."""
         text = command.encode("utf-8", "surrogateescape")
-        digest = hashlib.sha256(text).hexdigest()
+        digest = commands.digest(command, options)
         folder = place.home / "execs" / exec_id
         begun = load(folder / "begun.json", Begun)
         if begun is not None:
@@ -333,18 +333,32 @@ class Commands:
 
     async def kill(self, place: Place, exec_id: str, signal: str) -> None:
         """End a command with all that it started, or send its process group a signal."""
-        begun = self._begun(place, exec_id)
+        self._begun(place, exec_id)
         watch = self._watches.get((place.sandbox, exec_id))
-        if watch is None or begun.engine_exec is None:
+        if watch is None:
+            return
+        await self.started(place, exec_id)
+        begun = self._begun(place, exec_id)
+        if watch.done() or begun.engine_exec is None:
             return
         known = self._engine.docker.containers.exec(begun.engine_exec)
         if signal in SIGNALS:
-            leader = await self._leader(known)
-            await asyncio.to_thread(docker_host.signal_group, place.container, leader, SIGNALS[signal])
+            await self._signal(place, exec_id, known, watch, SIGNALS[signal])
             return
         self._killed.add((place.sandbox, exec_id))
         await self._end(place, exec_id, begun, known)
         await asyncio.wait([watch], timeout=GRACE_S)
+
+    async def _signal(self, place: Place, exec_id: str, known: Exec, watch: "asyncio.Task[Ended]", number: int) -> None:
+        """Send a signal; the engine may name a command's process only after that has begun to write."""
+        deadline = time.monotonic() + NAMED_S
+        while not watch.done():
+            leader = await self._leader(known)
+            if leader and await asyncio.to_thread(docker_host.signal_group, place.container, leader, number):
+                return
+            if time.monotonic() > deadline:
+                raise InfraError(f"the engine does not name the process of command {exec_id!r}, so it heard no signal")
+            await asyncio.wait([watch], timeout=LAST_S)
 
     def _begun(self, place: Place, exec_id: str) -> Begun:
         begun = load(place.home / "execs" / exec_id / "begun.json", Begun)

@@ -130,11 +130,13 @@ def stopped(container: str, first: int) -> Iterator[None]:
         _signal(held, signal.SIGCONT)
 
 
-def signal_group(container: str, leader: int, number: int) -> None:
-    """A signal to the process group of a command's first process."""
+def signal_group(container: str, leader: int, number: int) -> bool:
+    """A signal to the process group of a command's first process; False where that is not in the container."""
     with suppress(ProcessLookupError):
         if leader in pids(container):
             os.killpg(os.getpgid(leader), number)
+            return True
+    return False
 
 
 def oom_kills(first: int) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from opengyre.sandbox.launch import mounts
 
 RUN = Path("/run/opengyre")
+# CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SYS_CHROOT, CAP_SYS_ADMIN: see capabilities(7) and linux/capability.h.
+MOUNTING = sum(1 << number for number in (0, 1, 3, 18, 21))
 
 
 def find_bwrap() -> Path | None:
@@ -69,7 +71,7 @@ def prepare_mounts() -> bool:
     """Make the folders where roots are mounted (in namespaces of their own); False where id-mapped overlays cannot be
     had: before Linux 5.19, or without the right to mount.
     """
-    if os.geteuid() != 0 or _kernel() < (5, 19):
+    if os.geteuid() != 0 or _kernel() < (5, 19) or not may_mount(Path("/proc/self/status").read_text()):
         return False
     for path in (mounts.ROOT, mounts.STORE, mounts.MAPPED, f"{mounts.POINT}/layers"):
         try:
@@ -77,6 +79,14 @@ def prepare_mounts() -> bool:
         except OSError:
             return False
     return True
+
+
+def may_mount(status: str) -> bool:
+    """Whether a process has the rights that roots of images are made with, which root of a container has not all of;
+    by its /proc/PID/status. Pure.
+    """
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return found is not None and int(found[1], 16) & MOUNTING == MOUNTING
 
 
 def _kernel() -> tuple[int, ...]:

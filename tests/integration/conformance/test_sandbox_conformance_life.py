@@ -17,6 +17,7 @@ from opengyre.proto.sandbox import RenewRequest
 from opengyre.sandbox.core import (
     InfraError,
     InvalidRequest,
+    Options,
     SandboxBusy,
     SandboxError,
     SandboxGone,
@@ -43,12 +44,14 @@ async def test_create_is_idempotent_also_at_once(node: Node):
 
 
 async def test_exec_runs_once_for_its_id_also_at_once(box: Box):
-    results = await asyncio.gather(
-        *(box.run("echo x >> count; sleep 0.2; wc -l < count", exec_id="e") for _ in range(4))
-    )
+    command = "echo x >> count; sleep 0.2; wc -l < count"
+    results = await asyncio.gather(*(box.run(command, exec_id="e") for _ in range(4)))
     assert {done.stdout for done in results} == {"1\n"}
     with pytest.raises(InvalidRequest, match="another command"):
         await box.run("echo other", exec_id="e")
+    for other in (Options(stdin=b"x"), Options(env={"A": "b"}), Options(cwd="/tmp")):
+        with pytest.raises(InvalidRequest, match="another command"):
+            await box.node.backend.exec(box.spec, "e", command, 30.0, 16384, other)
 
 
 async def test_row_04_a_cancelled_caller_finds_its_command_again(box: Box):
@@ -200,8 +203,7 @@ async def test_row_36_a_snapshot_outlives_its_sandbox_and_is_forked(node: Node):
 
 
 async def test_a_second_service_on_the_same_folder_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch):
-    module = f"opengyre.sandbox.{node.kind}"
-    monkeypatch.setattr(f"{module}.LOCK_BOUND_S", 0.2)
+    monkeypatch.setattr("opengyre.sandbox.owned.LOCK_BOUND_S", 0.2)
     other = both_backends.backend(node.kind, node.root)
     with pytest.raises(InfraError, match="another sandbox service uses"):
         await other.start()
