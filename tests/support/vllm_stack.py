@@ -171,6 +171,11 @@ class VllmStack(Stack):
         stored = await read(self.bus, subjects.HOSTS, subjects.host(host, "state"))
         return [event for event in (one.event() for one in stored) if isinstance(event, HostStateChanged)]
 
+    def running(self, host: str) -> int:
+        """Its calls in flight; none while it is LOST."""
+        status = self.statuses.values.get(host)
+        return 0 if status is None else status.running
+
     def busy(self) -> str:
         """The host that has calls."""
         return next(name for name, status in self.statuses.values.items() if status.running)

@@ -35,7 +35,8 @@ pytestmark = [
 ]  # fmt: skip
 
 NEAR = 2e-5
-LONG = 700
+LONG = 1500
+"""Tokens of a call that is still under way when the second host has been drained or killed as well."""
 INSTRUCTION = "write one into a.txt"
 SOLVES = "echo one > a.txt"
 TALK = Shown(INSTRUCTION, (call(SOLVES), call(SUBMIT), "It is done."), ("", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"))
@@ -160,13 +161,17 @@ async def test_calls_go_on_through_the_drains_of_all_hosts(stack: VllmStack) -> 
         ]
         await eventually(lambda: all(len(one.text) > 20 for one in heard), 60)
         await stack.tell(first, "train")
-        await eventually(lambda: stack.statuses.values[second].running == 3, 60)
+        await eventually(lambda: stack.running(second) == 3, 60)
         seen = [len(one.text) for one in heard]
         await eventually(lambda: all(len(one.text) > n + 20 for one, n in zip(heard, seen, strict=True)), 60)
         await stack.tell(second, "train")
         for host in HOSTS:
-            await eventually(lambda host=host: stack.statuses.values[host].state is HostState.TRAIN, 60)
-            assert stack.statuses.values[host].memory_bytes == 0
+
+            def trains(host: str = host) -> bool:
+                status = stack.statuses.values.get(host)
+                return status is not None and status.state is HostState.TRAIN and status.memory_bytes == 0
+
+            await eventually(trains, 60)
             assert stack.engine(host) == {}, "training starts where nothing of vLLM is left"
 
         async def suspended() -> bool:
@@ -206,14 +211,15 @@ async def test_engines_that_are_killed_mid_call_lose_no_token_and_no_episode(sta
     async with stack.playing(max_tokens=LONG) as (agent, sandboxes), asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(agent.ask(USER, heard))
         await eventually(lambda: len(heard.text) > 20, 60)
-        await eventually(lambda: any(status.running for status in stack.statuses.values.values()), 10)
+        await eventually(lambda: any(map(stack.running, HOSTS)), 10)
         first = stack.busy()
         second = next(name for name in HOSTS if name != first)
         stack.kill(first, "gyre_vllm_launch")
-        await eventually(lambda: stack.statuses.values[second].running == 1, 60)
+        await eventually(lambda: stack.running(second) == 1, 60)
         seen = len(heard.text)
         await eventually(lambda: len(heard.text) > seen + 20, 60)
         before = heard.text
+        assert not asking.done(), "it ended before the second engine was killed"
         stack.kill(second, "Worker")
         async with asyncio.timeout(300):
             await asking
