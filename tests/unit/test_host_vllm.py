@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from opengyre.host.vllm_calls import Sampling, body_of
 from opengyre.host.vllm_machine import gpus_of
-from opengyre.host.vllm_plan import Facts, plan, same_shape
+from opengyre.host.vllm_plan import Facts, kv_fault, plan, same_shape
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.config import ModelDirectoryError
@@ -193,3 +193,11 @@ def test_what_the_engine_says_of_versions_is_taken_in_the_end() -> None:
 def test_answers_that_are_none_are_failures(line: bytes, said: str) -> None:
     with pytest.raises(EngineError, match=said):
         Sampling(REQUEST, 0).take(line)
+
+
+def test_memory_that_does_not_hold_the_keys_and_values_is_said_before_there_is_a_model() -> None:
+    asked = HostSettings(vllm_kv_gb=4)
+    assert kv_fault(asked, 5 << 30) is None
+    assert kv_fault(asked, (5 << 30) - 1) == (
+        "host.vllm_kv_gb is 4: beside 1024 MiB of the engine's own, 5119 MiB of memory leave 3 GiB"
+    )

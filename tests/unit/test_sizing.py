@@ -126,9 +126,11 @@ def test_time_of_an_update_by_hand() -> None:
     assert load_of(spec()).sampled == 100
     assert (fixed.rollout_cells, fixed.train_cells, fixed.calls) == (1, 1, 8)
     flops = 2 * (model.matrices + 49152 * 576) + 4 * 30 * 9 * 64 * 500
-    assert fixed.train_s == pytest.approx(8 * PASSES * flops * 1000 / (100e12 * 0.3))
-    prefill = flops * 1000 / (200e12 * 0.5)
-    assert fixed.rollout_s == pytest.approx(8 * (100 / fixed.tokens_per_s + prefill))
+    # Two groups share 900 tokens each, eight executions sample 100.
+    unique = 2 * 900 + 8 * 100
+    assert fixed.train_s == pytest.approx(unique * PASSES * flops / (100e12 * 0.3))
+    assert fixed.train_unshared_s == pytest.approx(8 * 1000 * PASSES * flops / (100e12 * 0.3))
+    assert fixed.rollout_s == pytest.approx(8 * 100 / fixed.tokens_per_s + unique * flops / (200e12 * 0.5))
     assert fixed.update_s == fixed.rollout_s + fixed.train_s, "with nothing in reserve one waits for the other"
     moving = times(spec(), model, MACHINE, weight_bytes=269_030_016, kv_width=2, kv_tokens=1_000_000, capacity=16)
     assert moving.switch_s == pytest.approx(2 * (269_030_016 / 2e9 + 1))

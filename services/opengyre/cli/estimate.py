@@ -162,6 +162,10 @@ def _notes(spec: RunSpec, dtype: str) -> tuple[str, ...]:
 
 
 def _assumptions(machine: Machine, load: Load) -> tuple[str, ...]:
+    budgets = (
+        f"an execution samples {load.sampled} tokens of a path of {load.path}, as many as it may, and a group shares "
+        "the rest"
+    )
     speed = (
         f"a cell that trains keeps up {machine.train_efficiency:g} of {machine.train_flops / 1e12:.3g} TFLOP/s "
         f"(float32), one that serves {machine.decode_efficiency:g} of {machine.flops / 1e12:.3g} TFLOP/s and of "
@@ -172,7 +176,7 @@ def _assumptions(machine: Machine, load: Load) -> tuple[str, ...]:
         f"{machine.start_s:g} s, each way"
     )
     return (
-        f"an execution samples {load.sampled} tokens and its paths have {load.path}, as many as it may",
+        budgets,
         speed,
         switch,
         "commands, evaluations and the step of the optimizer take no time",

@@ -39,10 +39,12 @@ def _offloaded(offloaded: bool) -> str:
 
 def _time(found: Estimate) -> Table:
     t = found.times
-    table = Table("phase", "cells", "s", "what", title="time of an update, at most")
+    table = Table("phase", "cells", "s", "what", title="time of an update, at its budgets")
     what = f"{t.calls} calls at once and {t.tokens_per_s:,.0f} tokens/s a cell"
     table.add_row("rollout", f"{t.rollout_cells:.2g}", f"{t.rollout_s:.3g}", what)
-    table.add_row("training", f"{t.train_cells:.2g}", f"{t.train_s:.3g}", "two passes forward and one back")
+    table.add_row(
+        "training", f"{t.train_cells:.2g}", f"{t.train_s:.3g}", f"{t.train_unshared_s:.3g} if executions share nothing"
+    )
     table.add_row("switches", "", f"{t.switches_s:.3g}", f"{t.switch_s:.3g} s of a cell, there and back")
     table.add_row("update", "", f"{t.update_s:.3g}", "")
     return table

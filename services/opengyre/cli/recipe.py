@@ -85,9 +85,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     run: RunSpec
     tasks: tuple[TaskSpec, ...]
-    hardware: Hardware | None = None
     evaluation: tuple[TaskSpec, ...] = ()
     """The held-out tasks, once for each version that they evaluate."""
+    hardware: Hardware | None = None
+    """What a dry run assumes. None: this machine."""
 
     @property
     def evaluated_versions(self) -> tuple[int, ...]:
@@ -132,10 +133,9 @@ def read_recipe(path: Path, *, dry: bool = False) -> Plan:
             allowed = "; allowed: run, tasks, evaluation, hardware, workload"
             raise TaskFileError(f"{path}: unknown table {key}{meant or allowed}")
     hardware = _hardware(path, document["hardware"]) if "hardware" in document else None
-    needed = not (dry and hardware is not None and hardware.config is not None)
-    run = _run(path, document.get("run"), needed)
-    tasks = _tasks(path, document.get("tasks"))
-    return Plan(run=run, tasks=tasks, evaluation=_evaluation(path, document.get("evaluation"), run), hardware=hardware)
+    run = _run(path, document.get("run"), not (dry and hardware is not None and hardware.config is not None))
+    tasks, evaluation = _tasks(path, document.get("tasks")), _evaluation(path, document.get("evaluation"), run)
+    return Plan(run=run, tasks=tasks, evaluation=evaluation, hardware=hardware)
 
 
 def _hardware(path: Path, table: Any) -> Hardware:

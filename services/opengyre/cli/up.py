@@ -23,6 +23,8 @@ from opengyre.cli.stack import Lock, Stack, StackError
 from opengyre.cli.supervisor import Supervisor
 from opengyre.cli.supervisor_child import tail
 from opengyre.cli.supervisor_plan import MARK, Addresses, EngineName, Fleet, Program, services
+from opengyre.host.vllm_machine import free_memory, gpus_of
+from opengyre.host.vllm_plan import kv_fault
 from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import InfraError
 from opengyre.sandbox.machine import find_bwrap
@@ -98,6 +100,8 @@ def check(options: Options, settings: Settings) -> None:
             interpreter(settings.host.vllm_python)
         except VllmMissingError as error:
             raise StackError(str(error)) from error
+        if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory())) is not None:
+            raise StackError(fault)
     if not _is_set(settings, "bus"):
         embedded.nats_binary()
     if not _is_set(settings, "cache"):

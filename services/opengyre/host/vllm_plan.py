@@ -140,6 +140,18 @@ def plan(facts: Facts, settings: HostSettings, *, gpus: int, free_bytes: int) ->
     return Plan(arguments, _environment(settings, cpu=cpu), settings.vllm_context, kv, weights, bound)
 
 
+def kv_fault(settings: HostSettings, free_bytes: int) -> str | None:
+    """Why this machine's memory does not hold what is to be reserved for keys and values, whatever the model; None
+    where it may."""
+    left = max(0, free_bytes - OVERHEAD_BYTES) >> 30
+    if settings.vllm_kv_gb <= left:
+        return None
+    return (
+        f"host.vllm_kv_gb is {settings.vllm_kv_gb}: beside {OVERHEAD_BYTES >> 20} MiB of the engine's own, "
+        f"{free_bytes >> 20} MiB of memory leave {left} GiB"
+    )
+
+
 def _gpu_kv(settings: HostSettings, weights: int, free_bytes: int) -> int:
     return int(free_bytes * settings.vllm_memory_fraction) - weights
 

@@ -1,15 +1,16 @@
 """Seconds of an update, by what it has to compute over what the machine is assumed to keep up. Pure.
 
 An update is `batch_groups * group_size` executions. Each samples as many tokens as it may and its last prompt is as
-long as the context, so what is said is an upper bound for short tasks.
+long as the context, so what is said is an upper bound for short tasks. Executions of a group share all but what they
+sample: tokens that a tool gives each of them are not known before, and `train_unshared_s` is where they share nothing.
 
 - Sampling is bound by memory: a step reads the weights once for all calls, and each call's keys and values; or by
   operations, whichever takes longer. Prompts are read once: the prefix cache holds what a conversation had before.
-- Training is two passes forward and one back over unique tokens (docs/trainer.md): `4` forwards' worth.
+- Training is two passes forward and one back over unique tokens (docs/trainer.md): `PASSES` forwards' worth.
 - A switch reads the weights and starts or wakes the engine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opengyre.proto.run import RunSpec
 from opengyre.sizing.hardware import Machine
@@ -49,6 +50,9 @@ class Times:
     rollout_cell_s: float
     """Seconds of one cell's work, all of the update's sampling; cells divide it."""
     train_cell_s: float
+    """Likewise, of its training."""
+    train_unshared_s: float
+    """Of the update's training, where executions share nothing."""
     switch_s: float
     """Of one cell, there and back."""
     rollout_cells: float
@@ -84,12 +88,13 @@ def times(
     live = (dispatch.phi + dispatch.mu) * executions / max(1.0, rollout_cells)
     calls = max(1, int(min(capacity, kv_tokens // max(1, load.path), live)))
     rate = tokens_per_s(shape, machine, weight_bytes, kv_width, calls, load.path / 2)
-    prefill = shape.forward_flops(load.path / 2) * load.path / (machine.flops * machine.decode_efficiency)
-    rollout = executions * (load.sampled / rate + prefill)
-    train = executions * PASSES * shape.forward_flops(load.path / 2) * load.path
-    train /= machine.train_flops * machine.train_efficiency
+    token = shape.forward_flops(load.path / 2)
+    unique = dispatch.batch_groups * (load.path - load.sampled) + executions * load.sampled
+    rollout = executions * load.sampled / rate + unique * token / (machine.flops * machine.decode_efficiency)
+    trained = PASSES * token / (machine.train_flops * machine.train_efficiency)
     switch = 2 * (weight_bytes / machine.load_bytes_s + machine.start_s)
-    return _together(spec, machine.cells, rollout, train, switch, calls, rate)
+    found = _together(spec, machine.cells, rollout, unique * trained, switch, calls, rate)
+    return replace(found, train_unshared_s=executions * load.path * trained / max(1.0, _split(spec, machine.cells)[1]))
 
 
 def _split(spec: RunSpec, cells: int) -> tuple[float, float]:
@@ -108,11 +113,23 @@ def _together(spec: RunSpec, cells: int, rollout: float, train: float, switch: f
         # With nothing in reserve one waits for the other.
         beside = spec.dispatch.phi > 0 or mu > 1
         update = max(took_rollout, took_train) if beside else took_rollout + took_train
-        return Times(calls, rate, rollout, train, switch, serving, training, took_rollout, took_train, lost, update)
+        return Times(
+            calls, rate, rollout, train, 0.0, switch, serving, training, took_rollout, took_train, lost, update
+        )
     lost = switch / mu  # of each cell, once a burst
     took_rollout, took_train = rollout / cells, train / cells
     busy = rollout + train
     shares = (cells * rollout / busy, cells * train / busy)
     return Times(
-        calls, rate, rollout, train, switch, *shares, took_rollout, took_train, lost, took_rollout + took_train + lost
+        calls,
+        rate,
+        rollout,
+        train,
+        0.0,
+        switch,
+        *shares,
+        took_rollout,
+        took_train,
+        lost,
+        took_rollout + took_train + lost,
     )
