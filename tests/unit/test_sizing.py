@@ -58,6 +58,39 @@ def test_parameters_are_those_of_the_model_that_transformers_makes(family: str, 
     assert shape({"model_type": family, **fields}).parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("wide", [{}, {"intermediate_size": 960}, {"num_attention_heads": 24}, {"hidden_size": 384}])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_a_token_keeps_is_what_autograd_saves(family: str, wide: dict) -> None:
+    """Of a layer, each storage once, parameters not; Llama has no norms of queries and keys, and keeps less."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokens = 128
+    model_fields = {**SMALL, "hidden_size": 48, "intermediate_size": 112, "head_dim": 12, **wide}
+
+    def saved(layers: int) -> float:
+        fields = {**model_fields, "num_hidden_layers": layers}
+        config = AutoConfig.for_model(family, **fields, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config)
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(torch.zeros((1, tokens), dtype=torch.long))
+        return sum(storage.nbytes() for storage in kept.values()) / 4 / tokens
+
+    one = shape({"model_type": family, **model_fields, "num_hidden_layers": 1})
+    a_layer = saved(3) - saved(2)
+    assert 0.9 * a_layer < memory.activations(one) < (1.5 if family == "llama" else 1.2) * a_layer
+
+
 def test_a_family_that_is_not_counted_and_a_field_that_is_none_are_named() -> None:
     with pytest.raises(ModelDirectoryError, match="model_type is 'gpt2'; memory and time are worked out for llama"):
         shape({**SMOLLM2, "model_type": "gpt2"})
