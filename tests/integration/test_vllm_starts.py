@@ -43,6 +43,10 @@ async def answer(request: Request) -> Response:
         tokens = (await request.json())["token_ids"]
         scored = [{str(token): {"logprob": SCORE}} for token in tokens[1:]]
         return JSONResponse({"prompt_logprobs": [None, *scored]})
+    return PlainTextResponse("") if request.url.path == "/metrics" else JSONResponse({"results": [{}]})
+
+
+async def say_nothing(request: Request) -> Response:
     return PlainTextResponse("") if request.url.path == "/metrics" else JSONResponse({"results": []})
 
 
@@ -75,6 +79,29 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
                 await engine.wake(directory, 0)
             stats = engine.stats()
             assert (stats.state, stats.weight_bytes, stats.kv_bytes) == ("asleep", 0, 0)
+            assert started.stopped
+        finally:
+            await engine.close()
+
+
+async def test_a_server_whose_workers_do_not_say_how_they_sample_is_not_served_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
+    engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=sys.executable))
+    sock = listen(HttpSettings())
+    app = app_of([Route("/{path:path}", say_nothing, methods=["GET", "POST"])])
+    async with serving_http(sock, app, shutdown_s=1):
+        started = Program(f"http://127.0.0.1:{sock.getsockname()[1]}")
+
+        async def start(*_: object) -> Server:
+            return started
+
+        monkeypatch.setattr(Server, "start", start)
+        try:
+            with pytest.raises(EngineError, match="says of its sampling what cannot be read"):
+                await engine.wake(model(tmp_path, dtype="float32"), 0)
+            assert engine.stats().state == "asleep"
             assert started.stopped
         finally:
             await engine.close()

@@ -342,8 +342,8 @@ class VllmEngine:
         try:
             # What calls do not say (`body_of`) is of no account: this endpoint knows no defaults of the model's.
             self._sampler = msgspec.convert(answer["results"][0], Sampler)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"vLLM's worker says of its sampling what cannot be read: {error}") from error
+        except (msgspec.ValidationError, LookupError) as error:
+            raise EngineError(f"vLLM's worker says of its sampling what cannot be read: {error!r}") from error
 
     async def _end(self) -> None:
         for helper in self._helpers:
