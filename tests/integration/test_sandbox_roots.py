@@ -1,7 +1,6 @@
 """Images, snapshots and forks of real sandboxes; background commands; directories and large files in and out."""
 
 import asyncio
-import io
 import os
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +13,7 @@ from opengyre.sandbox import disks, images, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, SandboxBusy, Spec
 from support import eventually
+from support.archives import member, tar_of
 from support.rootfs import needs_root, rootfs
 
 pytestmark = [
@@ -345,21 +345,6 @@ async def test_commands_have_a_folder_an_environment_and_a_user(node: Bubblewrap
         await sh("id", user="nobody-here")
     assert await sh("id -un; echo $HOME", user="nobody") == "nobody\n/nonexistent\n"
     assert await sh("cat", stdin=b"\xffraw") == "\ufffdraw"
-
-
-def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for info, data in members:
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
-def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.mode = kind, link, mode
-    return info
 
 
 async def test_directories_travel_as_archives(node: Bubblewrap, tmp_path: Path) -> None:
