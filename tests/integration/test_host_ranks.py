@@ -21,6 +21,7 @@ from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.weights.manifest import describe, read
+from support.gradients import written
 from support.models import LLAMA, save_stock
 from support.treegrad import error
 
@@ -66,8 +67,8 @@ async def test_two_ranks_compute_what_one_process_does_and_lose_a_sum_with_a_ran
     ranks.open()
     try:
         wanted, found = await summed(alone, base), await summed(ranks, base)
-        gradient = load(await alone.encoded(wanted))
-        assert error(load(await ranks.encoded(found)), gradient) < 1e-6
+        gradient = load(await written(alone, wanted))
+        assert error(load(await written(ranks, found)), gradient) < 1e-6
         for name in ("executions", "tokens", "path_tokens", "token_staleness_sum", "score_sum"):
             assert getattr(found.stats, name) == getattr(wanted.stats, name)
         assert found.stats.kl_sum == pytest.approx(wanted.stats.kl_sum, rel=1e-4)
@@ -75,30 +76,30 @@ async def test_two_ranks_compute_what_one_process_does_and_lose_a_sum_with_a_ran
         strange = [member(0, 1.0), member(5, 1.0, first=LLAMA["vocab_size"])]
         with pytest.raises(UntrainableError, match="outside the vocabulary of 40"):
             await ranks.add(work(base, strange), strange, found, "c")
-        assert error(load(await ranks.encoded(found)), gradient) < 1e-6, "nothing was added"
+        assert error(load(await written(ranks, found)), gradient) < 1e-6, "nothing was added"
 
         endless = [member(0, float("inf")), member(1, 1.0)]
         found = await ranks.add(work(base, endless), endless, found, "c")
         assert found.stats.broken == ("r-g000000",)
-        assert not any(tensor.any() for tensor in load(await ranks.encoded(found)).values())
+        assert not any(tensor.any() for tensor in load(await written(ranks, found)).values())
 
         assert ranks.pids
         os.kill(ranks.pids[1], signal.SIGKILL)
         with pytest.raises(LearnerLostError, match="rank 1 of 2 ended by signal 9"):
             await ranks.add(work(base, GROUPS[0]), GROUPS[0], found, "c")
         with pytest.raises(LearnerLostError, match="have ended"):
-            await ranks.encoded(found)
+            await written(ranks, found)
         with pytest.raises(LearnerLostError, match="have ended"):
             await ranks.add(work(base, GROUPS[0]), GROUPS[0], found, "c")
         again = await summed(ranks, base, "d")
-        assert error(load(await ranks.encoded(again)), gradient) < 1e-6
+        assert error(load(await written(ranks, again)), gradient) < 1e-6
 
         tiny = TinyModel(TinyConfig(64, hidden_size=16, intermediate_size=24, num_attention_heads=2))
         save_pretrained(tiny, tmp_path / "tiny")
         files = tuple(describe(path) for path in sorted((tmp_path / "tiny").iterdir()))
         other = msgspec.structs.replace(base, version=1, directory=str(tmp_path / "tiny"), files=files)
         wanted, found = await summed(alone, other), await summed(ranks, other, "e")
-        assert error(load(await ranks.encoded(found)), load(await alone.encoded(wanted))) < 1e-6
+        assert error(load(await written(ranks, found)), load(await written(alone, wanted))) < 1e-6
     finally:
         alone.close()
         ranks.close()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from opengyre.learn.codec import GradientFormatError, check_file, flatten, read_file
+from opengyre.learn.codec import GradientFormatError, check_file, read_file
+from support.gradients import flatten
 
 pytestmark = pytest.mark.torch
 

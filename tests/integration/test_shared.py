@@ -18,8 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opengyre.proto import subjects
 from opengyre.proto.examples import DISPATCH
 from opengyre.proto.service import ServiceStatus
+from opengyre.shared import blobs as blobs_module
 from opengyre.shared import tracing
-from opengyre.shared.blobs import BlobMissingError, Blobs
+from opengyre.shared.blobs import BlobMissingError, Blobs, Written, reference, write_pieces
 from opengyre.shared.bus import Bucket, Bus, work
 from opengyre.shared.settings import CacheSettings
 
@@ -91,6 +92,47 @@ async def test_a_durable_blob_is_synced_also_where_it_was(tmp_path: Path, monkey
         await blobs.put(b"tokens")
     path = blobs.path(ref)
     assert synced == [str(path), str(path.parent)]
+
+
+async def test_what_is_written_piece_by_piece_is_a_blob_like_any_other(
+    tmp_path: Path, valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytes(range(256)) * 100
+
+    async def write(path: Path) -> Written:
+        return await asyncio.to_thread(write_pieces, path, (content[:10], memoryview(content)[10:10], content[10:]))
+
+    monkeypatch.setattr(blobs_module, "SLICE", 1000)
+    async with Blobs(tmp_path / "blobs", CacheSettings(url=f"redis://127.0.0.1:{valkey.port}")) as blobs:
+        written = await blobs.put_by(write, durable=False)
+        assert written == Written(reference(content), len(content))
+        path = blobs.path(written.reference)
+        assert path.read_bytes() == content
+        assert [file for file in (tmp_path / "blobs").rglob("*") if file.is_file()] == [path]
+        path.unlink()
+        assert await blobs.get(written.reference) == content, "answered by the cache: it is small"
+
+
+@pytest.mark.parametrize("end", [OSError("the disk is full"), None])
+async def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path, end: OSError | None) -> None:
+    began = asyncio.Event()
+
+    async def write(path: Path) -> Written:
+        await asyncio.to_thread(path.write_bytes, b"half")
+        began.set()
+        if end is not None:
+            raise end
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with Blobs(tmp_path, CacheSettings()) as blobs:
+        putting = asyncio.create_task(blobs.put_by(write))
+        await asyncio.wait_for(began.wait(), 10)
+        if end is None:
+            putting.cancel()
+        with pytest.raises(asyncio.CancelledError if end is None else OSError):
+            await putting
+    assert await asyncio.to_thread(os.listdir, tmp_path) == []
 
 
 async def test_a_trace_goes_through_the_bus(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

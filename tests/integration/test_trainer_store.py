@@ -8,7 +8,6 @@ from typing import Literal, cast
 import pytest
 import torch
 
-from opengyre.learn.codec import flatten
 from opengyre.policy.open import open_policy
 from opengyre.proto.run import Optimization
 from opengyre.ranks.crew import crew
@@ -21,6 +20,7 @@ from opengyre.trainer.store import CheckpointError, CommittedElsewhereError, Rec
 from opengyre.weights.canary import CANARY_FILE, read_canary
 from opengyre.weights.manifest import read, verify
 from support.checkpoint_ranks import resharded
+from support.gradients import flatten
 from support.models import LLAMA, save_stock
 
 pytestmark = pytest.mark.torch

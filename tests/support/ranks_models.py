@@ -62,7 +62,7 @@ def update(rank: Rank, given: tuple[str, str, int, str, tuple[int, ...]]) -> tup
         sharded.add(gradients)
     else:
         sharded.lockstep(paths, None, _loss_of(loss), keep=way == "kept")
-    gradient = {name: tensor.clone() for name, tensor in sharded.gradient().items()}
+    gradient = {name: tensor.clone() for name, tensor in sharded.gradients()}
     stepped(sharded.model)
     whole = sum(parameter.numel() for parameter in sharded.model.parameters())
     local = sum(_local(parameter) for parameter in sharded.model.parameters())

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from opengyre.learn.codec import flatten
 from opengyre.proto import subjects
 from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.run import Dispatch, RunSpec
@@ -32,6 +31,7 @@ from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.trainer.service import Trainer
 from opengyre.weights.manifest import verify
+from support.gradients import flatten
 
 RUN = "r"
 B, G, MU = 2, 2, 2

@@ -1,6 +1,7 @@
 """What a worker does when the processes that held its sum are gone."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from opengyre.proto.group import GroupReady, Member
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import WorkItem
 from opengyre.proto.weights import Manifest
+from opengyre.shared.blobs import Written
 from opengyre.shared.waits import Waits
 
 
@@ -31,7 +33,7 @@ class Lost:
             raise LearnerLostError("rank 1 of 2 ended by signal 9")
         return Accumulator(item.update, item.attempt, name, {})
 
-    async def encoded(self, accumulator: Accumulator) -> bytes:
+    async def write(self, accumulator: Accumulator, path: Path) -> Written:
         raise LearnerLostError("the ranks that held the sum have ended")
 
 
@@ -44,9 +46,10 @@ def work(execution: str) -> WorkItem:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["add", "encoded"])
+@pytest.mark.parametrize("where", ["add", "write"])
 async def test_what_is_lost_is_not_said_to_be_held(where: str) -> None:
-    context: Any = SimpleNamespace(waits=Waits())
+    blobs = SimpleNamespace(put_by=lambda write, durable: write(Path("gradient")))
+    context: Any = SimpleNamespace(waits=Waits(), blobs=blobs)
     worker, leave = Worker(context, "h", "b", Lost()), asyncio.Event()
     leave.set()
     await worker._take(work("r-g0-e00"), leave)

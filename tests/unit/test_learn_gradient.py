@@ -6,13 +6,14 @@ import msgspec
 import pytest
 import torch
 
-from opengyre.learn.codec import GradientFormatError, flatten, unflatten
+from opengyre.learn.codec import GradientFormatError, unflatten
 from opengyre.learn.gradient import InvalidSequenceError, Item, accumulate, batches, check, zero_gradients
 from opengyre.learn.update import NonFiniteGradientError, apply_update
 from opengyre.proto.group import RouteRows, Sequence, Span
 from opengyre.proto.traj import Media
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
+from support.gradients import flatten
 
 pytestmark = pytest.mark.torch
 
@@ -165,7 +166,6 @@ def test_gradients_survive_as_bytes() -> None:
     data = flatten(gradients)
     back = unflatten(data, gradients)
     assert all(torch.equal(back[name], gradients[name]) for name in gradients)
-    assert flatten(dict(reversed(gradients.items()))) == data
     with pytest.raises(GradientFormatError, match="not safetensors"):
         unflatten(b"123", gradients)
     with pytest.raises(GradientFormatError, match=r"norm\.weight is missing"):

@@ -35,12 +35,16 @@ def blobs(pipe: Connection, parameters: int, directory: str) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from opengyre.learn.codec import flatten
-    from opengyre.shared.blobs import Blobs
+    from opengyre.learn.codec import write_file
+    from opengyre.shared.blobs import Blobs, Written
     from opengyre.shared.settings import CacheSettings
 
     torch.set_num_threads(1)
     gradient = torch.ones(parameters)
+
+    async def write(path: Path) -> Written:
+        return await asyncio.to_thread(write_file, path, {NAME: gradient})
+
     pipe.send("ready")
     with asyncio.Runner() as loop:
         store = Blobs(Path(directory), CacheSettings())
@@ -51,7 +55,7 @@ def blobs(pipe: Connection, parameters: int, directory: str) -> None:
                     pipe.send("joined")
                 case ("step", number):
                     gradient[0] = number  # Or all members' would be one blob.
-                    pipe.send(loop.run(store.put(flatten({NAME: gradient}))))
+                    pipe.send(loop.run(store.put_by(write, durable=False)).reference)
 
 
 def regroup(pipe: Connection, parameters: int, directory: str) -> None:

@@ -1,7 +1,7 @@
 """A learner of several processes: the executions of each group are shared among the ranks of this cell.
 
 States: closed -> open (no process yet) -> started with the first group -> closed. When a rank is lost all ranks end,
-with what was added so far: `add` and `encoded` raise `LearnerLostError`, the next group starts new ranks, and the
+with what was added so far: `add` and `write` raise `LearnerLostError`, the next group starts new ranks, and the
 trainer gives out again what the worker then no longer holds.
 
 Awaits: the ranks' answers, `WORK_S` at most (a group is as long as its executions; a rank that dies is seen at once).
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +26,7 @@ from opengyre.proto.update import WorkItem
 from opengyre.proto.weights import Manifest
 from opengyre.ranks.crew import Crew, RanksError, crew
 from opengyre.ranks.sharing import share
+from opengyre.shared.blobs import Written
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.weights.manifest import verify
 
@@ -95,11 +97,12 @@ class CrewLearner:
         held.stats = plus(held.stats, msgspec.structs.replace(told, busy_s=busy, unique_tokens=unique))
         return held
 
-    async def encoded(self, accumulator: Accumulator) -> bytes:
-        """The sum as safetensors, float32. Raises `LearnerLostError`."""
+    async def write(self, accumulator: Accumulator, path: Path) -> Written:
+        """The sum, which the first rank writes. Raises `LearnerLostError`, also where the file cannot be written."""
         if self._name != accumulator.contribution:
             raise LearnerLostError("the ranks that held the sum have ended")
-        found = await self._burst(total, [None] * self._world, LOAD_S)
+        # As slow as the disk: as long as a group's work.
+        found = await self._burst(total, [path] * self._world, WORK_S)
         return found[0]
 
     def close(self) -> None:

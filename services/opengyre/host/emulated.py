@@ -16,7 +16,7 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from opengyre.emulated.accelerator import Accelerator
 from opengyre.emulated.tokens import draw
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.host.learners import Accumulator, counted, plus
+from opengyre.learn.layout import header, size_of
 from opengyre.proto.group import Member
 from opengyre.proto.host import Sampler
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest
+from opengyre.shared.blobs import SLICE, Written, write_pieces
 from opengyre.shared.settings import HostSettings
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError
 from opengyre.tiny.state import EngineEvent, EngineState, advance
@@ -290,8 +292,8 @@ class EmulatedLearner:
         into.stats = plus(plus(into.stats, counted(members, item.base.version)), busy)
         return into
 
-    async def encoded(self, accumulator: Accumulator) -> bytes:
-        return await asyncio.to_thread(zeros, accumulator.gradients)
+    async def write(self, accumulator: Accumulator, path: Path) -> Written:
+        return await asyncio.to_thread(write_pieces, path, zeros(accumulator.gradients))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -331,14 +333,10 @@ def read_shapes(base: Manifest) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def zeros(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """A gradient of zeros as safetensors, float32."""
-    at = 0
-    fields: dict[str, Any] = {}
-    for name in sorted(shapes):
-        size = 4 * math.prod(shapes[name])
-        fields[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [at, at + size]}
-        at += size
-    header = json.dumps(fields, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header + bytes(at)
+def zeros(shapes: dict[str, tuple[int, ...]]) -> Iterator[bytes | memoryview]:
+    """A gradient of zeros as safetensors, float32, in pieces."""
+    yield header(shapes)
+    left, piece = sum(map(size_of, shapes.values())), memoryview(bytes(SLICE))
+    while left > 0:
+        yield piece[:left]
+        left -= SLICE

@@ -5,7 +5,7 @@ the trainer skips the update; the weights are verified before they are loaded.
 
 Torch computes in one thread, which lives from `open` to `close`.
 
-Awaits: `add` is woken by the end of the thread's work of one item.
+Awaits: `add` is woken by the end of the thread's work of one item, `write` by that of a thread which writes.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from opengyre.host.compute import Work, gradient
 from opengyre.host.learners import Accumulator, UntrainableError, counted, plus, trained_of
-from opengyre.learn.codec import flatten
+from opengyre.learn.codec import write_file
 from opengyre.learn.gradient import GradientStats, Item
 from opengyre.policy.open import Policy, open_policy, refill
 from opengyre.proto.group import Member
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
 from opengyre.proto.weights import Manifest, ShardFile
+from opengyre.shared.blobs import Written
 from opengyre.tiny.config import CONFIG_FILE
 from opengyre.weights.manifest import verify
 
@@ -93,8 +94,8 @@ class TorchLearner:
         assert self._pool is not None
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.compute, item, members, into, name)
 
-    async def encoded(self, accumulator: Accumulator) -> bytes:
-        return await asyncio.to_thread(flatten, accumulator.gradients)
+    async def write(self, accumulator: Accumulator, path: Path) -> Written:
+        return await asyncio.to_thread(write_file, path, accumulator.gradients)
 
     def close(self) -> None:
         self._opened = {}

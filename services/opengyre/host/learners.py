@@ -3,12 +3,13 @@
 Invariants: everything in an accumulator belongs to one attempt of one update, at one base version; a group is in it
 once; a group whose gradient failed left nothing in it.
 
-Awaits: `add` is woken by the end of one item's work, `encoded` by a thread.
+Awaits: `add` is woken by the end of one item's work, `write` by a thread or a process.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from opengyre.proto.group import Member
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import UpdateStats, WorkItem
+from opengyre.shared.blobs import Written
 
 
 class UntrainableError(Exception):
@@ -59,8 +61,11 @@ class Learner(Protocol):
         """
         ...
 
-    async def encoded(self, accumulator: Accumulator) -> bytes:
-        """The gradient as safetensors, float32; raises `LearnerLostError`."""
+    async def write(self, accumulator: Accumulator, path: Path) -> Written:
+        """Write the gradient as safetensors, float32, to an empty file that is there, a tensor at a time.
+
+        Raises `LearnerLostError` and `OSError`.
+        """
         ...
 
     def close(self) -> None:

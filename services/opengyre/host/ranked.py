@@ -2,9 +2,10 @@
 
 Invariants: every rank runs the same functions in the same order (they are collectives); what is added of a group is
 added on all ranks or on none. At rest a rank holds its shards of the weights and of the sum; the full weights and one
-full gradient are there while it works.
+full gradient are there while it works, and one full tensor at a time while the sum is written.
 """
 
+import collections
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from opengyre.host.compute import Work, gradient
-from opengyre.learn.codec import flatten
+from opengyre.learn.codec import write_tensors
 from opengyre.learn.gradient import GradientStats
 from opengyre.policy.open import Policy, open_policy
 from opengyre.proto.weights import Manifest
 from opengyre.ranks.rank import Rank
 from opengyre.ranks.sharded import Sharded
+from opengyre.shared.blobs import Written
 from opengyre.tiny.config import ModelDirectoryError
 
 
@@ -94,10 +96,14 @@ def add(rank: Rank, part: Part) -> Added:
     return Added(found.stats, found.unique_tokens, finite)
 
 
-def total(rank: Rank, _given: None) -> bytes | None:
-    """The sum as safetensors, float32, from the first rank."""
-    gradients = rank.kept["sharded"].gradient()
-    return flatten({name: tensor.cpu() for name, tensor in gradients.items()}) if rank.number == 0 else None
+def total(rank: Rank, path: Path) -> Written | None:
+    """The sum as safetensors, float32, which the first rank writes to an empty file that is there."""
+    sharded: Sharded = rank.kept["sharded"]
+    tensors = sharded.gradients()
+    if rank.number != 0:
+        collections.deque(tensors, maxlen=0)
+        return None
+    return write_tensors(path, {name: parameter.shape for name, parameter in sharded.model.named_parameters()}, tensors)
 
 
 def _all(rank: Rank, mine: bool) -> bool:

@@ -14,6 +14,7 @@ has nothing; the blob store.
 import asyncio
 import contextlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -179,14 +180,12 @@ class Worker:
 
     async def _offer(self, held: Accumulator, *, leaving: bool, patience_s: float) -> None:
         try:
-            content = await self._learner.encoded(held)
+            # Not synced: groups are acknowledged at the commit, so a gradient need not outlive a crash of the machine.
+            written = await self._context.blobs.put_by(partial(self._learner.write, held), durable=False)
         except LearnerLostError as error:
             self._drop(f"it is lost: {error}")
             return
-        # Not synced: the groups are acknowledged at the commit, so a gradient need not outlive a crash of the machine.
-        gradient = await self._context.blobs.put(content, durable=False)
-        more_s = len(content) / TAKEN_PER_S
-        del content  # as large as the model
+        more_s = written.size / TAKEN_PER_S
         request = HandOver(
             host=self._host,
             boot=self._boot,
@@ -194,7 +193,7 @@ class Worker:
             attempt=held.attempt,
             contribution=held.contribution,
             executions=tuple(held.executions),
-            gradient=gradient,
+            gradient=written.reference,
             stats=held.stats,
             leaving=leaving,
         )

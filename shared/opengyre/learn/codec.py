@@ -1,23 +1,53 @@
-"""Gradients as bytes (safetensors, float32), for handing an accumulator over, and back with all shapes checked.
+"""Gradients as files (safetensors, float32), for handing an accumulator over, and back with all shapes checked.
 
-A large one is checked and read as a file: its bytes would be copied while no other thread of the process runs.
+They are as large as the model: as bytes one would be in memory once more, and copied while no other thread of the
+process runs. So it is written a tensor at a time, and checked and read as a file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, load_file
 from torch import Tensor
+
+from opengyre.learn.layout import header
+from opengyre.shared.blobs import Written, write_pieces
 
 
 class GradientFormatError(ValueError):
     """Bytes that are not a gradient of the wanted model; the message names the tensor."""
 
 
-def flatten(gradients: Mapping[str, Tensor]) -> bytes:
-    """Equal gradients make equal bytes."""
-    return save({name: gradients[name].detach().float().contiguous() for name in sorted(gradients)})
+def write_file(path: Path, gradients: Mapping[str, Tensor]) -> Written:
+    """Write to an empty file that is there; blocks. Equal gradients make equal files. Raises `OSError`."""
+    shapes = {name: tensor.shape for name, tensor in gradients.items()}
+    return write_tensors(path, shapes, ((name, gradients[name]) for name in sorted(gradients)))
+
+
+def write_tensors(path: Path, shapes: Mapping[str, Sequence[int]], tensors: Iterable[tuple[str, Tensor]]) -> Written:
+    """`write_file` for tensors that come one at a time, of whatever type and device: by name, all of `shapes`.
+
+    Each is let go before the next is asked for. Raises `GradientFormatError` for one that is not the next of `shapes`.
+    """
+    return write_pieces(path, _pieces(shapes, tensors))
+
+
+def _pieces(shapes: Mapping[str, Sequence[int]], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+    yield header(shapes)
+    left = sorted(shapes, reverse=True)
+    # Not with `zip`, which holds what it gave last while it asks for the next.
+    for name, tensor in tensors:
+        wanted = left.pop() if left else None
+        if name != wanted or tuple(tensor.shape) != tuple(shapes[name]):
+            of = f"{wanted} {tuple(shapes[wanted])}" if wanted is not None else "no more"
+            raise GradientFormatError(f"the gradient's tensor {name} {tuple(tensor.shape)} is given; next is {of}")
+        # No copy of what is float32 and on the CPU as it is.
+        yield memoryview(tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1).view(torch.uint8).numpy())
+        del tensor
+    if left:
+        raise GradientFormatError(f"the gradient's tensor {left[-1]} is missing")
 
 
 def unflatten(data: bytes, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -90,14 +90,14 @@ class Sharded:
             total += float(value.detach())
         return total
 
-    def gradient(self) -> dict[str, Tensor]:
-        """The full gradient by name, on every rank; zeros for what has none."""
-        return {
-            name: torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            if parameter.grad is None
-            else _full(parameter.grad)
-            for name, parameter in self.model.named_parameters()
-        }
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The full gradient, a tensor at a time by name, on every rank; zeros for what has none. Each step is a
+        collective, so every rank takes them all."""
+        for name, parameter in sorted(self.model.named_parameters()):
+            if parameter.grad is None:
+                yield name, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            else:
+                yield name, _full(parameter.grad)
 
     def weights(self) -> dict[str, Tensor]:
         """The full parameters by name, on every rank."""
