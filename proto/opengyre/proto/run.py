@@ -3,6 +3,7 @@
 from typing import Literal
 
 from opengyre.proto.base import Record
+from opengyre.proto.engine_names import KV_DTYPES, QUANTIZATIONS
 
 MAX_SHOTS = 64
 
@@ -233,9 +234,9 @@ class Serving(Record, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """That engines compute in. None: any."""
     kv_dtype: str | None = None
-    """Of keys and values, as the engine names it. None: that of the engine."""
+    """Of keys and values, one of `engine_names.KV_DTYPES`. None: that which the engine computes in."""
     quantization: str | None = None
-    """Of weights, as the engine names it. None: none."""
+    """Of weights, one of `engine_names.QUANTIZATIONS`. None: none."""
     chunked_prefill: bool | None = None
     """Whether prompts are read in parts. None: either."""
     prefix_caching: bool | None = None
@@ -354,6 +355,17 @@ def _ignored(o: Optimization) -> str | None:
     return None
 
 
+def _unknown(serving: Serving) -> str | None:
+    """A name that no engine has, in a sentence: a run that asks for it would get no call served."""
+    for name, value, allowed, without in (
+        ("kv_dtype", serving.kv_dtype, KV_DTYPES, "that which the engine computes in"),
+        ("quantization", serving.quantization, QUANTIZATIONS, "weights that are not quantized"),
+    ):
+        if value is not None and value not in allowed:
+            return f"serving.{name} is {value!r}; allowed are {', '.join(allowed)}; leave it out for {without}"
+    return None
+
+
 def validate(spec: RunSpec) -> RunSpec:
     """Return `spec` if every field is in its range and read by what is chosen beside it, else raise `InvalidRunError`
     naming the first that is not."""
@@ -432,8 +444,8 @@ def validate(spec: RunSpec) -> RunSpec:
         raise InvalidRunError(
             "optimization.constant_tokens is not set; optimization.average = constant needs it, from 1"
         )
-    if (ignored := _ignored(o)) is not None:
-        raise InvalidRunError(ignored)
+    if (fault := _unknown(spec.serving) or _ignored(o)) is not None:
+        raise InvalidRunError(fault)
     if o.schedule != "constant" and spec.updates is None:
         raise InvalidRunError(f"updates is not set; optimization.schedule {o.schedule} needs it, since it ends there")
     depth = (d.phi + d.mu) * d.batch_groups

@@ -383,9 +383,14 @@ class ServingIn(Input):
         default=None, description="That engines compute in; null: any"
     )
     kv_dtype: str | None = Field(
-        default=None, min_length=1, max_length=64, description="Of keys and values; null: that of the engine"
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="Of keys and values, as vLLM names it; null: that which it computes in",
     )
-    quantization: str | None = Field(default=None, min_length=1, max_length=64, description="Of weights; null: none")
+    quantization: str | None = Field(
+        default=None, min_length=1, max_length=64, description="Of weights, as vLLM names it; null: none"
+    )
     chunked_prefill: bool | None = Field(default=None, description="Prompts are read in parts; null: either")
     prefix_caching: bool | None = Field(default=None, description="Prompts share keys and values; null: either")
 
