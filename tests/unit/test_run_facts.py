@@ -3,10 +3,12 @@
 import random
 from typing import Literal
 
-from opengyre.cli.run_facts import Evaluated, facts
-from opengyre.cli.run_show import COLUMNS, rows, table
+import msgspec
+
+from opengyre.cli.run_facts import Evaluated, FamilyScore, facts
+from opengyre.cli.run_show import COLUMNS, held_out_columns, held_out_rows, markdown_lines, remarks, rows, table
 from opengyre.proto.base import Event
-from opengyre.proto.task import GroupScored, TaskAdmitted
+from opengyre.proto.task import GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, Contributed, UpdateStats
 from opengyre.proto.weights import Manifest, WeightsApplied, WeightsPublished
 
@@ -85,7 +87,7 @@ def test_phases_of_an_update_are_between_what_was_recorded() -> None:
 def test_a_held_out_score_is_of_the_version_that_was_published_at_admission() -> None:
     found = facts("r", [*LOG, (132.0, admitted("e2", 1)), (140.0, scored("e2", 0.25, "evaluated"))])
     assert found.evaluations == (
-        Evaluated(version=0, score=0.75, tasks=2, overtaken=1),
+        Evaluated(version=0, score=0.75, tasks=2, solved=1, overtaken=1),
         Evaluated(version=1, score=0.25, tasks=1),
     )
     assert found.updates[0].held_out == 0.25
@@ -112,4 +114,56 @@ def test_the_table_has_a_cell_for_each_column() -> None:
         ["1", "0.500", "-", "1.0e-02", "40", "150", "400", "0.50", "18.0", "3.0", "19.0", "2.0", "5.0", "29.0"]
     )
     assert len(row) == len(COLUMNS)
-    assert table(facts("r", LOG)).row_count == 1
+    assert table(COLUMNS, [row]).row_count == 1
+
+
+def submitted(group: str, family: str | None, purpose: Literal["train", "evaluate"] = "evaluate") -> TaskSubmitted:
+    spec = TaskSpec(task=f"t-{group}", instruction="", purpose=purpose, family=family)
+    return TaskSubmitted(run="r", task=spec.task, spec=spec)
+
+
+def several(group: str, *scores: float) -> GroupScored:
+    found = {f"{group}-e{number:02}": score for number, score in enumerate(scores)}
+    return msgspec.structs.replace(scored(group, None, "evaluated"), scores=found)
+
+
+FAMILIES: list[tuple[float, Event]] = [
+    *((1.0 + number / 10, submitted(f"{family[0]}{version}", family)) for version in (0, 4)
+      for number, family in enumerate(("write", "rename"))),
+    (1.3, submitted("c4", "cut|paste")), (1.4, submitted("n0", None)), (1.5, submitted("g0", "other", "train")),
+    (1.6, submitted("z0", "never scored")),
+    (2.0, published(0)), *((3.0, admitted(group, 0)) for group in ("w0", "r0", "n0", "g0")),
+    (4.0, several("w0", 1.0, 0.5)), (4.0, several("r0", 1.0, 1.0)), (4.0, several("n0", 0.0)), (4.0, scored("g0", 1.0)),
+    *((5.0, admitted(group, 4)) for group in ("w4", "r4", "c4", "w4b")),
+    (6.0, several("w4", 0.25)), (6.0, several("r4")), (6.0, several("c4", 0.1, 0.2)),
+]  # fmt: skip
+
+
+def test_held_out_tasks_by_family_of_each_version() -> None:
+    found = facts("r", FAMILIES)
+    assert found.families == ("write", "rename", "cut|paste"), "in the order of submission, those that were scored"
+    first, second = found.evaluations
+    assert first.families == {"rename": FamilyScore(score=1.0, tasks=1), "write": FamilyScore(score=0.75, tasks=1)}
+    assert (first.score, first.tasks, first.solved) == ((0.75 + 1 + 0) / 3, 3, 1), "one execution of two is not solved"
+    assert held_out_columns(found) == ("version", "score", "solved", "write", "rename", "cut|paste")
+    assert held_out_rows(found) == [
+        ["0", "0.583", "1", "0.75", "1.00", "-"],
+        ["4", "0.200", "0", "0.25", "-", "0.15"],
+    ]
+    assert remarks(found) == ["version 0: 3 held-out tasks", "version 4: 2 held-out tasks, 1 without a score"]
+    assert markdown_lines(held_out_columns(found), held_out_rows(found)) == [
+        r"| version | score | solved | write | rename | cut\|paste |",
+        "| --: | --: | --: | --: | --: | --: |",
+        "| 0 | 0.583 | 1 | 0.75 | 1.00 | - |",
+        "| 4 | 0.200 | 0 | 0.25 | - | 0.15 |",
+    ]
+    assert second.unscored == 1
+
+
+def test_tasks_without_families_have_no_columns_of_them() -> None:
+    found = facts("r", LOG)
+    assert held_out_columns(found) == ("version", "score", "solved")
+    assert held_out_rows(found) == [["0", "0.750", "1"]]
+    assert remarks(found) == ["version 0: 2 held-out tasks, 1 scored after the next version was published"]
+    assert remarks(facts("r", LOG[:-3])) == ["held-out tasks of each version: 1"]
+    assert held_out_rows(facts("r", [])) == remarks(facts("r", [])) == []

@@ -13,13 +13,24 @@ the first admission to the first host that serves the version, or to the commit.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from opengyre.proto.base import Event, Record
-from opengyre.proto.task import GroupScored, TaskAdmitted
+from opengyre.proto.task import GroupScored, TaskAdmitted, TaskSubmitted
 from opengyre.proto.update import Committed, Contributed
 from opengyre.proto.weights import WeightsApplied, WeightsPublished
+
+
+class FamilyScore(Record, frozen=True, kw_only=True):
+    """Of the held-out tasks of one family."""
+
+    score: float
+    """Mean over tasks of the mean of their executions."""
+    tasks: int
+    """That have a score."""
 
 
 class Evaluated(Record, frozen=True, kw_only=True):
@@ -30,6 +41,10 @@ class Evaluated(Record, frozen=True, kw_only=True):
     """Mean over tasks of the mean of their executions; None where none has a score."""
     tasks: int
     """That have a score."""
+    solved: int = 0
+    """Tasks of which each execution has a score of 1."""
+    families: dict[str, FamilyScore] = msgspec.field(default_factory=dict)
+    """Of tasks that name a family and have a score."""
     unscored: int = 0
     overtaken: int = 0
     """Tasks that were scored after the next version was published, so that it may have sampled some of their tokens."""
@@ -73,12 +88,16 @@ class RunFacts(Record, frozen=True, kw_only=True):
     run: str
     updates: tuple[Row, ...]
     evaluations: tuple[Evaluated, ...]
+    families: tuple[str, ...] = ()
+    """Of the held-out tasks that were scored, in the order in which they were first submitted."""
 
 
 @dataclass
 class _Seen:
     """First or last times, by what they are of."""
 
+    families: dict[str, str] = field(default_factory=dict)
+    """Held-out task -> family, where it names one."""
     admitted: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Group -> when, and the version that was published then."""
     scored: dict[str, list[tuple[float, GroupScored]]] = field(default_factory=lambda: defaultdict(list))
@@ -92,6 +111,9 @@ class _Seen:
 
     def take(self, when: float, event: Event) -> None:
         match event:
+            case TaskSubmitted(spec=spec):
+                if spec.purpose == "evaluate" and spec.family is not None:
+                    self.families.setdefault(event.task, spec.family)
             case TaskAdmitted():
                 self.admitted.setdefault(event.group, (when, event.version))
             case GroupScored():
@@ -116,7 +138,9 @@ def facts(run: str, events: Iterable[tuple[float, Event]]) -> RunFacts:
     evaluations = _evaluations(seen)
     held_out = {one.version: one.score for one in evaluations}
     updates = tuple(_row(seen, number, held_out) for number in sorted(seen.committed))
-    return RunFacts(run=run, updates=updates, evaluations=evaluations)
+    scored = {family for one in evaluations for family in one.families}
+    families = tuple(family for family in dict.fromkeys(seen.families.values()) if family in scored)
+    return RunFacts(run=run, updates=updates, evaluations=evaluations, families=families)
 
 
 def _evaluations(seen: _Seen) -> tuple[Evaluated, ...]:
@@ -128,18 +152,32 @@ def _evaluations(seen: _Seen) -> tuple[Evaluated, ...]:
             by_version[seen.admitted[group][1]].append((when, event))
     result: list[Evaluated] = []
     for version, scored in sorted(by_version.items()):
-        scores = [sum(event.scores.values()) / len(event.scores) for _, event in scored if event.scores]
+        means = [(event.task, _mean(event.scores.values())) for _, event in scored if event.scores]
+        by_family: dict[str, list[float]] = defaultdict(list)
+        for task, mean in means:
+            if (family := seen.families.get(task)) is not None:
+                by_family[family].append(mean)
         after = min((when for later, when in seen.published.items() if later > version), default=float("inf"))
         result.append(
             Evaluated(
                 version=version,
-                score=sum(scores) / len(scores) if scores else None,
-                tasks=len(scores),
-                unscored=len(scored) - len(scores),
+                score=_mean([mean for _, mean in means]) if means else None,
+                tasks=len(means),
+                # A mean of ones may be off by rounding.
+                solved=sum(all(score >= 1 for score in event.scores.values()) for _, event in scored if event.scores),
+                families={
+                    family: FamilyScore(score=_mean(found), tasks=len(found))
+                    for family, found in sorted(by_family.items())
+                },
+                unscored=len(scored) - len(means),
                 overtaken=sum(when > after for when, _ in scored),
             )
         )
     return tuple(result)
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _row(seen: _Seen, number: int, held_out: dict[int, float | None]) -> Row:

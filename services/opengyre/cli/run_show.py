@@ -1,12 +1,17 @@
-"""`gyre run show RUN`: what a run has recorded, an update a row. Awaits: the broker, within `reachable`'s bounds."""
+"""`gyre run show RUN`: what a run has recorded, an update a row, and what its held-out tasks say of each version.
+
+Awaits: the broker, within `reachable`'s bounds.
+"""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from opengyre.cli.client import JsonOption, StateDirOption, console, number, show_json
@@ -16,7 +21,8 @@ from opengyre.cli.stack import StackError
 from opengyre.cli.stream_read import connected
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
-from opengyre.shared.bus import Bus, BusError, read
+from opengyre.proto.task import TaskSubmitted
+from opengyre.shared.bus import Bus, BusError, follow
 
 COLUMNS: Final = (
     *("update", "score", "held-out", "gap", "trained", "unique", "path", "d"),
@@ -32,7 +38,7 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """Show each update of a run: its score and that of held-out tasks, how far trainer and engine are apart, tokens,
-    and the seconds of its phases.
+    and the seconds of its phases. Then what held-out tasks say of each version that they evaluated, by family.
 
     Example: gyre run show shell
     """
@@ -40,18 +46,15 @@ def show(
     if json:
         show_json(msgspec.to_builtins(found))
         return
-    if markdown:
-        for line in (COLUMNS, ["--:"] * len(COLUMNS), *rows(found)):
-            print(f"| {' | '.join(line)} |")
-        print()
-    else:
-        console.print(table(found))
-    for one in found.evaluations:
-        beside = f", {one.unscored} without a score" if one.unscored else ""
-        late = f", {one.overtaken} after the next version was published" if one.overtaken else ""
-        console.print(
-            f"version {one.version}: held-out score {number(one.score, 3)} of {one.tasks} tasks{beside}{late}"
-        )
+    for columns, lines in ((COLUMNS, rows(found)), (held_out_columns(found), held_out_rows(found))):
+        if not lines:
+            continue
+        if markdown:
+            print(*markdown_lines(columns, lines), "", sep="\n")
+        else:
+            console.print(table(columns, lines))
+    for line in remarks(found):
+        console.print(line)
     for row in found.updates:
         for what, sentence in (("skipped", row.skipped), ("alarm", row.alarm)):
             if sentence is not None:
@@ -72,13 +75,48 @@ def rows(found: RunFacts) -> list[list[str]]:
     ]
 
 
-def table(found: RunFacts) -> Table:
+def held_out_columns(found: RunFacts) -> tuple[str, ...]:
+    """A column for each family of held-out tasks; none where they name no families."""
+    return ("version", "score", "solved", *found.families)
+
+
+def held_out_rows(found: RunFacts) -> list[list[str]]:
+    """An evaluated version a row: the mean score, how many tasks are solved, and the mean score of each family."""
+    return [
+        [
+            *(str(one.version), number(one.score, 3), str(one.solved)),
+            *(number(score.score if (score := one.families.get(family)) else None) for family in found.families),
+        ]
+        for one in found.evaluations
+    ]
+
+
+def remarks(found: RunFacts) -> list[str]:
+    """How many held-out tasks stand behind a row, in one line where it is the same for all."""
+    plain = {one.tasks for one in found.evaluations if not one.unscored and not one.overtaken}
+    if len(plain) == 1 and not any(one.unscored or one.overtaken for one in found.evaluations):
+        return [f"held-out tasks of each version: {plain.pop()}"]
+    return [
+        f"version {one.version}: {one.tasks} held-out tasks"
+        + (f", {one.unscored} without a score" if one.unscored else "")
+        + (f", {one.overtaken} scored after the next version was published" if one.overtaken else "")
+        for one in found.evaluations
+    ]
+
+
+def markdown_lines(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table in Markdown; names of families are whatever tasks call them."""
+    head = [name.replace("|", "\\|") for name in columns]
+    return [f"| {' | '.join(line)} |" for line in (head, ["--:"] * len(head), *lines)]
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """The rows for a terminal."""
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        result.add_column(name, justify="right", no_wrap=True)
-    for row in rows(found):
-        result.add_row(*row)
+    for name in columns:
+        result.add_column(escape(name), justify="right", no_wrap=True)
+    for line in lines:
+        result.add_row(*line)
     return result
 
 
@@ -97,13 +135,18 @@ async def _load(run: str, nats: str | None, state_dir: Path | None) -> RunFacts:
 
 async def _events(bus: Bus, run: str) -> list[tuple[float, Event]]:
     wanted = {
-        subjects.TASKS: [subjects.task(run, "*", "admitted"), subjects.task(run, "*", "scored")],
+        subjects.TASKS: [subjects.task(run, "*", event) for event in ("submitted", "admitted", "scored")],
         subjects.UPDATES: [subjects.update(run, "contributed"), subjects.update(run, "committed")],
         subjects.WEIGHTS: [subjects.weights(run, "published"), subjects.weights(run, "applied")],
     }
     return [
         (stored.timestamp, event)
         for stream, filters in wanted.items()
-        for stored in await read(bus, stream, filters)
-        if (event := stored.readable()) is not None
+        async for stored in follow(bus, stream, filters, to_end=True)
+        # Specs of tasks are large, and there are many; only those of held-out ones are asked for.
+        if (event := stored.readable()) is not None and not _trains(event)
     ]
+
+
+def _trains(event: Event) -> bool:
+    return isinstance(event, TaskSubmitted) and event.spec.purpose == "train"

@@ -1,0 +1,56 @@
+"""`gyre run show` of a run that a broker has recorded."""
+
+import json
+from pathlib import Path
+
+from opengyre.proto import subjects
+from opengyre.proto.task import Check, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
+from opengyre.proto.weights import Manifest, WeightsPublished
+from opengyre.shared.bus import Bus
+from support.gyre_command import Gyre
+
+CHECK = Check(name="a", command="true", weight=1.0)
+
+
+async def evaluated(bus: Bus, name: str, family: str, score: float) -> None:
+    spec = TaskSpec(task=name, instruction="go", checks=(CHECK,), purpose="evaluate", family=family)
+    group, execution = f"r-{name}", f"r-{name}-e00"
+    scored = GroupScored(
+        run="r", task=name, group=group, outcome="evaluated", scores={execution: score}, sampled_version_min=0,
+        sampled_version_max=0, tokens=1,
+    )  # fmt: skip
+    for event, what in (
+        (TaskSubmitted(run="r", task=name, spec=spec), "submitted"),
+        (TaskAdmitted(run="r", task=name, group=group, executions=(execution,), version=0), "admitted"),
+        (scored, "scored"),
+    ):
+        await bus.publish(subjects.task("r", name, what), event)
+
+
+async def test_held_out_scores_are_shown_by_family(bus: Bus, nats_server, tmp_path: Path) -> None:
+    gyre = Gyre(nats_server.url, tmp_path)
+    status, _, said = await gyre("run", "show", "r")
+    assert (status, "no update and no evaluation yet" in said) == (1, True)
+    manifest = Manifest(run="r", version=0, parent=None, step=0, directory="/w", files=())
+    await bus.publish(subjects.weights("r", "published"), WeightsPublished(run="r", manifest=manifest))
+    train = TaskSpec(task="w9", instruction="go", checks=(CHECK,), family="trained")
+    await bus.publish(subjects.task("r", "w9", "submitted"), TaskSubmitted(run="r", task="w9", spec=train))
+    for name, family, score in (("w0", "write", 1.0), ("c0", "[count]", 0.5), ("w1", "write", 0.0)):
+        await evaluated(bus, name, family, score)
+
+    _, shown, _ = await gyre("run", "show", "r")
+    words = [line.split() for line in shown.splitlines()]
+    assert ["version", "score", "solved", "write", "[count]"] in words
+    assert ["0", "0.500", "1", "0.50", "0.50"] in words
+    _, shown, _ = await gyre("run", "show", "r", "--markdown")
+    assert shown.splitlines() == [
+        "| version | score | solved | write | [count] |",
+        "| --: | --: | --: | --: | --: |",
+        "| 0 | 0.500 | 1 | 0.50 | 0.50 |",
+        "",
+        "held-out tasks of each version: 3",
+    ]
+    _, shown, _ = await gyre("run", "show", "r", "--json")
+    (one,) = json.loads(shown)["evaluations"]
+    assert one["families"] == {"[count]": {"score": 0.5, "tasks": 1}, "write": {"score": 0.5, "tasks": 2}}
+    assert (one["solved"], json.loads(shown)["families"]) == (1, ["write", "[count]"])
