@@ -30,7 +30,7 @@ def test_survivors_sum_again_and_a_way_that_is_not_there_says_so() -> None:
     ("arguments", "said"),
     [
         (("--ways", "mpi"), "--ways names 'mpi'; allowed: blobs, regroup, torchft"),
-        (("--parameters", "0"), "allowed are numbers from 1 to 1000000000"),
+        (("--parameters", "0"), "--parameters names '0'; allowed: whole numbers from 1 to 1000000000"),
     ],
 )
 def test_options_out_of_range_are_refused(arguments: tuple[str, ...], said: str) -> None:

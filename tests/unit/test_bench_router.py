@@ -63,8 +63,8 @@ def test_a_process_that_has_ended_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--concurrency", "1,x"), "--concurrency is '1,x'; allowed are whole numbers"),
-        (("--concurrency", "0,8"), "allowed are numbers from 1 to 64"),
+        (("--concurrency", "1,x"), "--concurrency names 'x'; allowed: whole numbers from 1 to 64"),
+        (("--concurrency", "0,8"), "--concurrency names '0'; allowed: whole numbers from 1 to 64"),
         (("--turns", "90"), "--turns is 90; with --tokens 32 and --engine emulated allowed are up to 33"),
         (("--engine", "tiny", "--tokens", "300"), "--tokens is 300; with --engine tiny allowed are up to 226"),
     ],

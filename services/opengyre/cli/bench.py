@@ -11,6 +11,7 @@ from rich.table import Table
 
 from opengyre.cli import bench_membership, bench_router, bench_sandbox, bench_trainer, bench_trajectory
 from opengyre.cli.bench_facts import RunFacts, Spread
+from opengyre.cli.bench_options import chosen, stopped
 from opengyre.cli.bench_table1 import Bench, BenchError, measure
 from opengyre.cli.client import JsonOption, console, number, show_json
 from opengyre.cli.sim_views import narrow
@@ -58,12 +59,7 @@ def table1(
 
     Example: gyre bench table1 --rows E0,ours --time-scale 360
     """
-    wanted = list(dict.fromkeys(name.strip() for name in rows.split(",") if name.strip()))
-    for name in wanted:
-        if name not in ROWS:
-            raise StackError(f"--rows names {name!r}; allowed: {', '.join(ROWS)}")
-    if not wanted:
-        raise StackError(f"--rows is empty; allowed: {', '.join(ROWS)}")
+    wanted = chosen("--rows", rows, tuple(ROWS))
     if keep is not None:
         try:
             keep.mkdir(parents=True, exist_ok=True)
@@ -75,8 +71,7 @@ def table1(
     except BenchError as error:
         raise StackError(str(error)) from error
     except KeyboardInterrupt:
-        errors.print("stopped; nothing runs any more")
-        raise typer.Exit(130) from None
+        stopped()
     found = _compared(facts)
     if json:
         show_json(found)

@@ -28,6 +28,7 @@ import typer
 from rich.console import Console
 
 from opengyre.cli.bench_membership_ways import NAME, WAYS, quiet
+from opengyre.cli.bench_options import chosen, numbers
 from opengyre.cli.client import JsonOption, console, number, show_json
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
@@ -68,16 +69,7 @@ def membership(
 
     Example: gyre bench membership --ways blobs,regroup
     """
-    wanted = [way.strip() for way in ways.split(",") if way.strip()]
-    for way in wanted:
-        if way not in WAYS:
-            raise StackError(f"--ways names {way!r}; allowed: {', '.join(WAYS)}")
-    try:
-        sizes = [int(size) for size in parameters.split(",")]
-    except ValueError as error:
-        raise StackError(f"--parameters is {parameters!r}; allowed are whole numbers") from error
-    if not all(1 <= size <= 1_000_000_000 for size in sizes):
-        raise StackError(f"--parameters is {parameters!r}; allowed are numbers from 1 to 1000000000")
+    wanted, sizes = chosen("--ways", ways, tuple(WAYS)), numbers("--parameters", parameters, 1, 1_000_000_000)
     if importlib.util.find_spec("torch") is None:
         raise StackError("the members need torch; install it with: pip install 'opengyre[trainer]'")
     rows = [measure(way, size, steps) for size in sizes for way in wanted]

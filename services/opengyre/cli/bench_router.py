@@ -20,11 +20,12 @@ from rich.table import Table
 
 from opengyre.cli import bench_router_stack as stacks
 from opengyre.cli.bench_facts import Spread
+from opengyre.cli.bench_options import numbers, stopped, tell
 from opengyre.cli.bench_processes import processor_s
 from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
 from opengyre.cli.bench_router_stack import RUN, Where, dispatch, stack
 from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, lengths, ways
-from opengyre.cli.client import JsonOption, console, number, show_json
+from opengyre.cli.client import JsonOption, console, number
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
 from opengyre.proto import ids, subjects
@@ -62,12 +63,7 @@ def router(
 
     Example: gyre bench router --engine tiny --json
     """
-    try:
-        levels = sorted({int(level) for level in concurrency.split(",")})
-    except ValueError as error:
-        raise StackError(f"--concurrency is {concurrency!r}; allowed are whole numbers") from error
-    if not all(1 <= level <= 64 for level in levels):
-        raise StackError(f"--concurrency is {concurrency!r}; allowed are numbers from 1 to 64")
+    levels = sorted(numbers("--concurrency", concurrency, 1, 64))
     most = CONTEXT[engine] // (2 * tokens + PROMPT)
     if most < 1:
         fit = (CONTEXT[engine] - PROMPT) // 2
@@ -84,12 +80,8 @@ def router(
     except (TimeoutError, TalkError, ExceptionGroup) as error:
         raise _sentence(error) from error
     except KeyboardInterrupt:
-        errors.print("stopped; nothing runs any more")
-        raise typer.Exit(130) from None
-    if json:
-        show_json(found)
-    else:
-        _show(found)
+        stopped()
+    tell(found, json, _show)
 
 
 def _sentence(error: Exception) -> Exception:

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from opengyre.cli.bench_facts import Spread, spread
+from opengyre.cli.bench_options import chosen, numbers, stopped, tell
 from opengyre.cli.bench_processes import process
 from opengyre.cli.bench_sandbox_rows import Client, Crowd, Files, Idle, Latency, crowd, files, idle, latency
-from opengyre.cli.client import JsonOption, console, show_json
+from opengyre.cli.client import JsonOption, console
 from opengyre.cli.stack import StackError
 from opengyre.proto.sandbox import Capabilities
 from opengyre.shared import embedded
@@ -86,30 +87,14 @@ def sandbox(
 
     Example: gyre bench sandbox --parts latency,docker
     """
-    wanted = [part.strip() for part in parts.split(",") if part.strip()]
-    for part in wanted:
-        if part not in PARTS:
-            raise StackError(f"--parts names {part!r}; allowed: {', '.join(PARTS)}")
-    sizes = _sizes(crowds)
+    wanted, sizes = chosen("--parts", parts, PARTS), numbers("--crowds", crowds, 1, 4000)
     try:
         found = asyncio.run(_measure(wanted, starts, execs, sizes, idle_count, image, docker_image))
     except (BusError, RpcFailedError, TimeoutError) as error:
         raise StackError(f"the bench could not go on: {error}") from error
     except KeyboardInterrupt:
-        errors.print("stopped; nothing runs any more")
-        raise typer.Exit(130) from None
-    if json:
-        show_json(found)
-    else:
-        _show(found)
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = [size.strip() for size in text.split(",") if size.strip()]
-    for size in sizes:
-        if not size.isdigit() or not 1 <= int(size) <= 4000:
-            raise StackError(f"--crowds names {size!r}; allowed: numbers from 1 to 4000")
-    return [int(size) for size in sizes]
+        stopped()
+    tell(found, json, _show)
 
 
 async def _measure(

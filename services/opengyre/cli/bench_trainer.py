@@ -19,10 +19,11 @@ import numpy as np
 import typer
 
 from opengyre.cli import bench_trainer_facts as facts
+from opengyre.cli.bench_options import chosen, stopped, tell
 from opengyre.cli.bench_trainer_job import Job, Measured, Model
 from opengyre.cli.bench_trainer_shapes import Shape
 from opengyre.cli.bench_trainer_view import show
-from opengyre.cli.client import JsonOption, errors, show_json
+from opengyre.cli.client import JsonOption, errors
 from opengyre.cli.stack import StackError
 
 BOUND_S: Final = 1800.0
@@ -74,12 +75,7 @@ def trainer(
 
     Example: gyre bench trainer --only a,d --scale 0.1
     """
-    wanted = [part.strip() for part in only.split(",") if part.strip()]
-    for part in wanted:
-        if part not in PARTS:
-            raise StackError(f"--only names {part!r}; allowed: {', '.join(PARTS)}")
-    if not wanted:
-        raise StackError(f"--only is empty; allowed: {', '.join(PARTS)}")
+    wanted = chosen("--only", only, PARTS)
     if 0 < chain < LEAST:
         raise StackError(f"--chain is {chain}; allowed are 0 and numbers from {LEAST}")
     for name, value, allowed in (("device", device, DEVICES), ("dtype", dtype, DTYPES)):
@@ -96,12 +92,8 @@ def trainer(
         with tempfile.TemporaryDirectory(prefix="gyre-bench-") as directory:
             found = measure(wanted, setting, Runner(setting, Path(directory)).run)
     except KeyboardInterrupt:
-        errors.print("stopped; nothing runs any more")
-        raise typer.Exit(130) from None
-    if json:
-        show_json(found)
-    else:
-        show(found)
+        stopped()
+    tell(found, json, show)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from opengyre.cli import bench_trajectory_broker, bench_trajectory_cases
+from opengyre.cli.bench_options import chosen, tell
 from opengyre.cli.bench_trajectory_broker import BrokerRow
 from opengyre.cli.bench_trajectory_cases import OTHERS, CaseRow
 from opengyre.cli.bench_trajectory_tree import TreeRow, in_a_process
-from opengyre.cli.client import JsonOption, console, show_json
+from opengyre.cli.client import JsonOption, console
 from opengyre.cli.stack import StackError
 
 PARTS = ("tree", "broker", "paths", "others")
@@ -54,10 +55,7 @@ def trajectory(
 
     Example: gyre bench trajectory --parts tree,broker
     """
-    wanted = [part.strip() for part in parts.split(",") if part.strip()]
-    for part in wanted:
-        if part not in PARTS:
-            raise StackError(f"--parts names {part!r}; allowed: {', '.join(PARTS)}")
+    wanted = chosen("--parts", parts, PARTS)
     pythons = [_other(text) for text in other or []]
     facts = Facts()
     try:
@@ -75,10 +73,7 @@ def trajectory(
     except subprocess.CalledProcessError as error:
         said = (error.stderr or b"").decode() if isinstance(error.stderr, bytes) else error.stderr or ""
         raise StackError(f"{error.cmd[0]} failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}") from error
-    if json:
-        show_json(facts)
-    else:
-        _show(facts)
+    tell(facts, json, _show)
 
 
 def _other(text: str) -> tuple[str, Path]:

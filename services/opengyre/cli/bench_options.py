@@ -1,0 +1,53 @@
+"""What benches take, tell and end with alike."""
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import typer
+
+from opengyre.cli.client import errors, show_json
+from opengyre.cli.stack import StackError
+
+Found = TypeVar("Found")
+
+
+def _parts(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def chosen(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """The comma-separated names that an option was given, each once, in order. Raises `StackError` for another name
+    and for none."""
+    wanted = _parts(text)
+    for name in wanted:
+        if name not in allowed:
+            raise StackError(f"{option} names {name!r}; allowed: {', '.join(allowed)}")
+    if not wanted:
+        raise StackError(f"{option} is empty; allowed: {', '.join(allowed)}")
+    return wanted
+
+
+def numbers(option: str, text: str, low: int, high: int) -> list[int]:
+    """The comma-separated whole numbers that an option was given, each once, in order. Raises `StackError`."""
+    wanted = _parts(text)
+    for number in wanted:
+        # Digits before `int`, which takes thousands of them only to refuse them in another way.
+        if not (number.isascii() and number.isdecimal() and len(number) <= 18 and low <= int(number) <= high):
+            raise StackError(f"{option} names {number!r}; allowed: whole numbers from {low} to {high}")
+    if not wanted:
+        raise StackError(f"{option} is empty; allowed: whole numbers from {low} to {high}")
+    return list(dict.fromkeys(map(int, wanted)))
+
+
+def stopped() -> NoReturn:
+    """The end of a bench that Ctrl-C ended."""
+    errors.print("stopped; nothing runs any more")
+    raise typer.Exit(130) from None
+
+
+def tell(found: Found, json: bool, show: Callable[[Found], None]) -> None:
+    """Print what was measured, as JSON or by `show`."""
+    if json:
+        show_json(found)
+    else:
+        show(found)
