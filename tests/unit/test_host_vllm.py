@@ -111,25 +111,27 @@ def chunk(*tokens: int, finish: str | None = None, versions: list[tuple[int, int
 
 
 def test_a_call_asks_for_no_more_than_the_context_holds() -> None:
-    params = body_of(REQUEST, 10, 3)["sampling_params"]
-    assert (params["max_tokens"], params["stop_token_ids"]) == (7, [9])
-    assert body_of(REQUEST, 10, 3)["cache_salt"] == "v3"
-    assert body_of(replace(REQUEST, priority=-1), 10, 3)["priority"] == -1
+    params = body_of(REQUEST, 10, 3, 8)["sampling_params"]
+    assert (params["max_tokens"], params["stop_token_ids"], params["stream_interval"]) == (7, [9], 8)
+    assert body_of(REQUEST, 10, 3, 8)["cache_salt"] == "v3"
+    assert body_of(replace(REQUEST, priority=-1), 10, 3, 8)["priority"] == -1
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12))
-def test_spans_cover_what_came_whenever_weights_change(steps: list[tuple[int, bool]]) -> None:
-    """Law: at any time the spans are disjoint, in order, and cover every token once; an increment is a cut of them."""
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.booleans()), max_size=12))
+def test_spans_say_which_weights_sampled_each_token(steps: list[tuple[int, int, bool]]) -> None:
+    """Law: at any time the spans are disjoint, in order, and give every token that came the version under which the
+    server sampled it, also where it came after a change; an increment is a cut of them."""
     call = Sampling(REQUEST, 0)
-    boundaries = []
-    for count, changes in steps:
-        call.take(chunk(*range(count)))
+    sampled: list[int] = []
+    for come, more, changes in steps:
+        new = max(0, len(call.tokens) + come + more - len(sampled))
+        sampled += [call.version] * new
+        call.take(chunk(*range(come)))
         if changes:
-            call.changed(call.version + 1)
-            boundaries.append(len(call.tokens))
+            call.changed(call.version + 1, len(sampled))
         covered = call.covered()
         assert [place for span in covered for place in range(span.start, span.end)] == list(range(len(call.tokens)))
-        assert {span.end for span in covered} <= {*boundaries, len(call.tokens)}
+        assert [span.version for span in covered for _ in range(span.start, span.end)] == sampled[: len(call.tokens)]
         half = len(call.tokens) // 2
         increment = call.increment(half)
         assert sum(span.end - span.start for span in increment.weight_versions) == len(increment.token_ids)
@@ -140,7 +142,7 @@ def test_what_was_not_proven_is_never_seen(before: int, meanwhile: int, after: i
     call = Sampling(REQUEST, 0)
     call.take(chunk(*range(before)))
     call.hold()
-    call.changed(1)
+    call.changed(1, before)
     call.take(chunk(*range(meanwhile), finish="stop" if ends else None))
     assert len(call.increment(0).token_ids) == before
     call.withdraw()
@@ -155,10 +157,10 @@ def test_what_was_proven_is_seen_with_its_version() -> None:
     call = Sampling(REQUEST, 0)
     call.take(chunk(1, 2))
     call.hold()
-    call.changed(1)
+    call.changed(1, 2)
     call.take(chunk(3))
     call.proven()
-    call.changed(1)
+    call.changed(1, 3)
     call.take(chunk(4))
     assert call.increment(0).token_ids == (1, 2, 3, 4)
     assert call.increment(0).weight_versions == (VersionSpan(0, 0, 2), VersionSpan(1, 2, 4))
@@ -167,8 +169,9 @@ def test_what_was_proven_is_seen_with_its_version() -> None:
 def test_what_the_engine_says_of_versions_is_taken_in_the_end() -> None:
     call = Sampling(REQUEST, 0)
     assert call.take(chunk(1, 2)) == 2
-    call.changed(1)
+    call.changed(1, 3)
     call.take(chunk(3, 4))
+    assert call.result().weight_versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 4))
     assert call.result().finish_reason == "abort", "it has not ended by itself"
     call.take(chunk(9, finish="stop", versions=[(0, 0, 3), (1, 3, 5)]))
     result = call.result()

@@ -4,8 +4,8 @@ States: asleep (on a CPU: there is no server, since vLLM's CPU build frees nothi
 running, and back. `closed` once the server has ended by itself.
 
 Invariants:
-- A call's tokens are known here as they are sampled, so a server that dies loses none of them: its calls end as
-  stopped, with what they had.
+- A call's tokens come here while it is sampled, `host.vllm_stream_interval` at a time: a server that dies loses no more
+  than the last few, which nobody has seen. Its calls end as stopped, with what they had.
 - Weights change only while the engine is paused and its caches are cleared.
 - New weights are proven before they serve: the version's canary (`opengyre.weights.canary`) is scored and compared with
   the trainer's log-probs. vLLM scores nothing while it is paused, so it goes on for that, and what calls in flight get
@@ -59,6 +59,8 @@ MEASURE_S = 1.0
 PATIENCE_S = 900.0
 REFUSED_S = 60.0
 """A version that was not proven is not taken again for so long: each time costs the calls in flight some tokens."""
+SAMPLED = "/gyre/sampled"
+"""Of `vllm_side.gyre_vllm_sampled`."""
 CANARY_PRIORITY = -(1 << 20)
 """Before all calls."""
 
@@ -121,7 +123,7 @@ class VllmEngine:
 
     async def _sample(self, call: Sampling, server: Server) -> GenerateResult:
         assert self._plan is not None
-        body = body_of(call.request, self._plan.context, call.version)
+        body = body_of(call.request, self._plan.context, call.version, self._settings.vllm_stream_interval)
         bound = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
         failed: Exception | None = None
         try:
@@ -192,8 +194,10 @@ class VllmEngine:
         self._state = "running"
 
     async def _go_on(self) -> None:
-        for call in self._calls.values():
-            call.changed(self._version)
+        if any(call.version != self._version for call in self._calls.values()):
+            sampled = await self._post(SAMPLED)
+            for name, call in self._calls.items():
+                call.changed(self._version, sampled.get(f"{ID_PREFIX}{name}", 0))
         await self._post("/resume")
 
     async def load(self, directory: Path, version: int) -> None:

@@ -2,7 +2,7 @@
 
 Where a call ends by itself, vLLM says which version sampled which tokens. Until then (and for a call whose engine died)
 it is known from when weights were changed: nothing is sampled while the engine is paused, so the boundary is how many
-tokens had come when it went on.
+tokens its server then had, which may be more than have come: they come several at a time.
 """
 
 from dataclasses import dataclass, field
@@ -57,9 +57,10 @@ class _Chunk(msgspec.Struct):
 _chunks = msgspec.json.Decoder(_Chunk)
 
 
-def body_of(request: GenerateRequest, context: int, version: int) -> dict[str, Any]:
-    """The body of a call. Its seed stays here: on a CPU a seed of its own ends the engine as soon as the call's prompt
-    is read in parts (0.32.0: "CPU Generator does not use offset")."""
+def body_of(request: GenerateRequest, context: int, version: int, interval: int) -> dict[str, Any]:
+    """The body of a call whose tokens come `interval` at a time, but for the first. Its seed stays here: on a CPU a
+    seed of its own ends the engine as soon as the call's prompt is read in parts (0.32.0: "CPU Generator does not use
+    offset")."""
     return {
         "model": "policy",
         "request_id": request.request_id,
@@ -77,6 +78,8 @@ def body_of(request: GenerateRequest, context: int, version: int) -> dict[str, A
             "min_p": 0.0,
             "logprobs": 0,
             "stop_token_ids": [] if request.ignore_eos else list(request.stop_token_ids),
+            # Each increment costs vLLM's server as much time as the host, and its process has one interpreter.
+            "stream_interval": interval,
             "ignore_eos": True,  # only the call's own stop tokens end it, not the model's
             "detokenize": False,
         },
@@ -93,7 +96,7 @@ class Sampling:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    """Of what was sampled before the weights were last changed."""
+    """Of what was sampled before the weights were last changed, some of which may still have to come."""
     finish: FinishReason | None = None
     shown: int | None = None
     """So many tokens are known to others, while those after them are held back."""
@@ -124,10 +127,10 @@ class Sampling:
                 self.finish = finish_of(choice.finish_reason)
         return new
 
-    def changed(self, version: int) -> None:
-        """From here on these weights sample."""
+    def changed(self, version: int, sampled: int) -> None:
+        """From here on these weights sample; `sampled`: tokens that its server has, whether they have come or not."""
         if version != self.version:
-            self.spans = list(self.covered())
+            self.spans = list(self._spans(max(sampled, len(self.tokens))))
             self.version = version
 
     def hold(self) -> None:
@@ -146,9 +149,12 @@ class Sampling:
 
     def covered(self) -> tuple[VersionSpan, ...]:
         """Spans over all tokens so far."""
+        return self._spans(len(self.tokens))
+
+    def _spans(self, tokens: int) -> tuple[VersionSpan, ...]:
         end = self.spans[-1].end if self.spans else 0
-        rest = [VersionSpan(self.version, end, len(self.tokens))] if len(self.tokens) > end else []
-        return (*spans_from(tuple(self.spans), 0, len(self.tokens)), *rest)
+        rest = [VersionSpan(self.version, end, tokens)] if tokens > end else []
+        return (*spans_from(tuple(self.spans), 0, tokens), *rest)
 
     def increment(self, after: int) -> Increment:
         end = len(self.tokens) if self.shown is None else self.shown

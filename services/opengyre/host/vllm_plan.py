@@ -182,6 +182,7 @@ def _arguments(facts: Facts, settings: HostSettings, dtype: str, *, cpu: bool) -
         "--enable-prefix-caching",
         "--scheduling-policy", "priority",
         "--worker-extension-cls", "gyre_vllm_worker.Extension",
+        "--middleware", "gyre_vllm_sampled.Sampled",
         "--disable-uvicorn-access-log",
     )  # fmt: skip
     own: Sequence[str] = ("--gpu-memory-utilization", str(settings.vllm_memory_fraction), "--enable-sleep-mode")

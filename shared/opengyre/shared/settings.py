@@ -204,6 +204,12 @@ class HostSettings(Section):
         description="vllm: how far log-probs of a version's canary may be from the trainer's, on average; "
         "default: 0.001 in float32, 0.1 in float16, 0.25 in bfloat16",
     )
+    vllm_stream_interval: int = Field(
+        default=8,
+        ge=1,
+        le=1024,
+        description="vllm: tokens of a call that come together; if a server dies the last of them are sampled again",
+    )
     vllm_start_s: float = Field(default=300, gt=0, le=3600, description="vllm: how long a start may take")
     vllm_arguments: tuple[str, ...] = Field(default=(), description="vllm: further arguments of its server")
     tokens_per_s: float = Field(
