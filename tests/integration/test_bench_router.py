@@ -1,14 +1,33 @@
 """`gyre bench router` in the small: a real host, rollout service and broker, calls both ways."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = pytest.mark.torch
+from opengyre.cli.bench_processes import place
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a program can be put on one of several processors only")
+def test_a_program_and_what_it_starts_stay_on_the_processors_that_are_said() -> None:
+    code = "import subprocess, sys, time; sys.stdin.readline(); subprocess.run(['nproc']); time.sleep(60)"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as program:
+        try:
+            place([program.pid], [max(os.sched_getaffinity(0))])
+            assert os.sched_getaffinity(program.pid) == {max(os.sched_getaffinity(0))}
+            assert program.stdin is not None
+            assert program.stdout is not None
+            program.stdin.write("\n")
+            program.stdin.flush()
+            assert program.stdout.readline() == "1\n"
+        finally:
+            program.kill()
+
+
+@pytest.mark.torch
 def test_calls_both_ways_and_where_their_time_goes() -> None:
     command = [
         sys.executable,

@@ -26,7 +26,7 @@ def test_overhead_is_of_blocks_that_alternated() -> None:
         block("via", 1, 0.1, via(0.104, 0.101)),
         block("direct", 1, 0.1, Turn(0.100, 100, 10)),
     ]
-    found = facts("tiny", 2, blocks)
+    found = facts("tiny", 2, 0, blocks)
     [overhead] = found.overheads
     assert (overhead.median_ms, overhead.p99_ms) == (4.0, 4.0)
     assert overhead.throughput_ratio == pytest.approx(0.2 / 0.225, abs=1e-3)

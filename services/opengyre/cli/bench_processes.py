@@ -1,4 +1,4 @@
-"""Programs that a bench starts and ends, and the processor time that they take.
+"""Programs that a bench starts and ends, the processors that they have, and the time that they take of them.
 
 Awaits: a program that was told to end does so within `END_S`, or is killed.
 """
@@ -6,7 +6,7 @@ Awaits: a program that was told to end does so within `END_S`, or is killed.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 END_S = 30.0
@@ -69,3 +69,11 @@ def of_session(leader: int) -> list[int]:
             if int(_stat(pid)[3]) == leader:
                 found.append(pid)
     return found
+
+
+def place(pids: Iterable[int], processors: Collection[int]) -> None:
+    """Have all threads of these processes, and what they start from here on, run on these processors only."""
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), processors)

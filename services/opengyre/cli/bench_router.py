@@ -21,7 +21,7 @@ from rich.table import Table
 from opengyre.cli import bench_router_stack as stacks
 from opengyre.cli.bench_facts import Spread
 from opengyre.cli.bench_options import numbers, stopped, tell
-from opengyre.cli.bench_processes import processor_s
+from opengyre.cli.bench_processes import place, processor_s
 from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
 from opengyre.cli.bench_router_stack import RUN, Where, dispatch, stack
 from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, lengths, ways
@@ -57,6 +57,13 @@ def router(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1024, help="That a call samples, on average.")] = 32,
     concurrency: Annotated[str, typer.Option(help="Conversations side by side; comma-separated.")] = "1,8,32",
+    apart: Annotated[
+        bool,
+        typer.Option(
+            "--apart/--together",
+            help="With vllm: half of the processors are its alone, as where a GPU does its work; or all are shared.",
+        ),
+    ] = True,
     json: JsonOption = False,
 ) -> None:
     """Measure what proxy, router and record add to a model call, and where the time goes.
@@ -75,8 +82,10 @@ def router(
             interpreter(os.environ.get("GYRE_HOST__VLLM_PYTHON"))
         except VllmMissingError as error:
             raise StackError(str(error)) from error
+    processors = sorted(os.sched_getaffinity(0))
+    own = processors[: len(processors) // 2] if apart and engine == "vllm" else []
     try:
-        found = asyncio.run(_measure(engine, rounds, min(TURNS, most) if turns is None else turns, tokens, levels))
+        found = asyncio.run(_measure(engine, rounds, min(TURNS, most) if turns is None else turns, tokens, levels, own))
     except (TimeoutError, TalkError, ExceptionGroup) as error:
         raise _sentence(error) from error
     except KeyboardInterrupt:
@@ -93,13 +102,20 @@ def _sentence(error: Exception) -> Exception:
     return StackError(str(error)) if isinstance(error, TalkError) else error
 
 
-async def _measure(engine: Engine, rounds: int, turns: int, tokens: int, levels: Sequence[int]) -> Facts:
+async def _measure(
+    engine: Engine, rounds: int, turns: int, tokens: int, levels: Sequence[int], own: Sequence[int]
+) -> Facts:
+    """`own`: processors that are the engine's alone; none where it shares them all."""
+    processors = os.sched_getaffinity(0)
     connector = aiohttp.TCPConnector(limit=0)
     bound = aiohttp.ClientTimeout(total=BOUND_S)
     async with (
         stack(engine, max(levels)) as where,
         aiohttp.ClientSession(connector=connector, timeout=bound) as session,
     ):
+        if own:
+            for name, pids in where.processes.items():
+                place(pids, own if name == engine else processors.difference(own))
         bench = _Bench(where, session, tokens)
         chosen = ways(where, vllm=engine == "vllm")
         for way, begin in chosen.items():
@@ -112,7 +128,7 @@ async def _measure(engine: Engine, rounds: int, turns: int, tokens: int, levels:
                 order = list(chosen.items())
                 for way, begin in order if turn % 2 == 0 else reversed(order):
                     blocks.append(await bench.block(way, begin, level, turns))
-    return facts(engine, len(os.sched_getaffinity(0)), blocks)
+    return facts(engine, len(processors), len(own), blocks)
 
 
 class _Bench:
@@ -169,6 +185,8 @@ def _show(found: Facts) -> None:
             number(row.throughput_ratio, 3), f"{low:g} {middle:g} {high:g}",
         )  # fmt: skip
     shown.caption = f"via beside direct; aims: median +{found.aim_median_ms:g} ms, {found.aim_throughput_ratio:g}"
+    if found.engine_processors:
+        shown.caption += f"\n{found.engine_processors} of {found.processors} processors are the engine's alone"
     console.print(shown)
     stages = narrow("stage", "", "alone ms", "crowded ms")
     for stage in found.stages:

@@ -77,6 +77,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     processors: int
+    engine_processors: int
+    """Of these the engine's alone; 0: it shares them all."""
     aim_median_ms: float = AIM_MEDIAN_MS
     aim_throughput_ratio: float = AIM_RATIO
     overheads: tuple[Overhead, ...]
@@ -94,7 +96,7 @@ def read_spans(header: str) -> dict[str, float]:
     return found
 
 
-def facts(engine: str, processors: int, blocks: Sequence[Block]) -> Facts:
+def facts(engine: str, processors: int, engine_processors: int, blocks: Sequence[Block]) -> Facts:
     """Needs blocks by `direct` and by `via` at each concurrency, as many of each."""
     levels = sorted({block.concurrency for block in blocks})
     names = list(dict.fromkeys(block.way for block in blocks))
@@ -104,6 +106,7 @@ def facts(engine: str, processors: int, blocks: Sequence[Block]) -> Facts:
     return Facts(
         engine=engine,
         processors=processors,
+        engine_processors=engine_processors,
         overheads=tuple(_overhead(level, by[level, "direct"], by[level, "via"]) for level in levels),
         stages=_stages(by[levels[0], "via"], by[levels[-1], "via"]),
         rows=tuple(_row(way, level, found) for (level, way), found in by.items() if found),
