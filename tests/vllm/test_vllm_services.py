@@ -35,7 +35,7 @@ pytestmark = [
 ]  # fmt: skip
 
 NEAR = 2e-5
-LONG = 1500
+LONG = 3500
 """Tokens of a call that is still under way when the second host has been drained or killed as well."""
 INSTRUCTION = "write one into a.txt"
 SOLVES = "echo one > a.txt"
