@@ -11,6 +11,7 @@ import signal
 import pytest
 import torch
 
+from opengyre.cli.bench_engine_life import Prompts, change, pair
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_calls import body_of
 from opengyre.host.vllm_process import Server
@@ -296,6 +297,18 @@ async def test_a_seed_of_a_call_never_reaches_the_engine(engine: VllmEngine) -> 
 async def test_what_the_engine_would_die_of_is_refused(engine: VllmEngine, prompt: tuple[int, ...], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         engine.submit(request("bad", prompt=prompt))
+
+
+async def test_the_bench_measures_what_a_cached_prefix_saves_and_when_calls_go_on(
+    engine: VllmEngine, models: Models
+) -> None:
+    prompts = Prompts(VOCABULARY, 1500)
+    pairs = [await pair(engine, prompts) for _ in range(5)]
+    assert min(warm for _, warm in pairs) < min(cold for cold, _ in pairs)
+    reload = await change(engine, models.paths["new"], prompts, 3)
+    assert 0 < reload.first <= reload.every
+    assert reload.gap == pytest.approx(reload.pause + reload.load + reload.first)
+    assert engine.progress() == []
 
 
 async def test_what_it_holds_is_measured_and_given_back(models: Models) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from opengyre.cli import bench_membership, bench_router, bench_sandbox, bench_trainer, bench_trajectory
+from opengyre.cli import bench_engine, bench_membership, bench_router, bench_sandbox, bench_trainer, bench_trajectory
 from opengyre.cli.bench_facts import RunFacts, Spread
 from opengyre.cli.bench_options import chosen, stopped
 from opengyre.cli.bench_table1 import Bench, BenchError, measure
@@ -42,6 +42,7 @@ def register(parent: typer.Typer) -> None:
     bench_trainer.register(app)
     bench_sandbox.register(app)
     bench_router.register(app)
+    bench_engine.register(app)
     parent.add_typer(app, name="bench")
 
 

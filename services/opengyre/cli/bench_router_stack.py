@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from opengyre.chat.open import open_renderer
+from opengyre.cli.bench_model import write_policy
 from opengyre.cli.bench_processes import child_running, of_session, process
 from opengyre.proto import ids, subjects
 from opengyre.proto.episode import EpisodeDispatch
@@ -50,7 +51,6 @@ RUN = "bench"
 NODE = "bench"
 CONTEXT = 4096
 READY_S = 300.0
-TEXT = "read the file, say what it holds, and go on with the next one until all of them have been looked at"
 
 
 @dataclass(frozen=True)
@@ -173,26 +173,13 @@ def dispatch(number: int, calls: int, tokens: int) -> EpisodeDispatch:
 
 def _make_version(folder: Path) -> WeightsPublished:
     """Version 0 of a small policy that was never trained, and the run's model directory."""
-    from opengyre.tiny.checkpoint import save_pretrained
-    from opengyre.tiny.config import TinyConfig
-    from opengyre.tiny.model import TinyModel
-    from opengyre.tiny.tokenizer import TinyTokenizer
     from opengyre.weights.write import version_directory, write_version
 
     directory = folder / "model"
-    directory.mkdir()
-    tokenizer = TinyTokenizer.train([TEXT], 400)
-    tokenizer.save(directory)
-    config = TinyConfig(
-        tokenizer.vocab_size, max_position_embeddings=CONTEXT, bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.end_id,
-    )  # fmt: skip
-    model = TinyModel(config, 0)
-    save_pretrained(model, directory)
+    tensors = write_policy(directory, CONTEXT)
     extra = {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".json"}
     manifest = write_version(
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-        version_directory(folder / "state" / "weights" / RUN, 0),
+        tensors, version_directory(folder / "state" / "weights" / RUN, 0),
         run=RUN, version=0, parent=None, step=0, extra=extra,
     )  # fmt: skip
     return WeightsPublished(run=RUN, manifest=manifest)

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
+from opengyre.cli.bench_model import TEXT
 from opengyre.cli.bench_router_facts import Turn, read_spans
-from opengyre.cli.bench_router_stack import RUN, TEXT, Where
+from opengyre.cli.bench_router_stack import RUN, Where
 from opengyre.rollout.spans import HEADER
 
 BOUND_S = 300.0
