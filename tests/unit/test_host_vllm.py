@@ -55,7 +55,6 @@ def test_a_plan_serves_tokens_and_says_in_what() -> None:
         ({"vllm_kv_gb": 9}, 0, 8 * GIB, "vllm_kv_gb is 9: beside 100 MiB of weights and 1024 .* leave 6 GiB"),
         ({}, 0, 1 << 30, "1024 MiB of memory are too few; 2148 would do"),
         ({"vllm_memory_fraction": 0.1}, 1, 1010 << 20, "memory for keys and values of 512 tokens"),
-        ({"vllm_transfer": "nccl"}, 1, 8 * GIB, "vllm_transfer is nccl, which is not there yet; allowed is files"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_number_that_would(

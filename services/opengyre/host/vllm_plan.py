@@ -106,10 +106,6 @@ def plan(facts: Facts, settings: HostSettings, *, gpus: int, free_bytes: int) ->
         raise ModelDirectoryError(
             f"{facts.directory}: weights are {dtype}; host.vllm_dtype says in what they are served: {', '.join(BYTES)}"
         )
-    if settings.vllm_transfer != "files":
-        raise ModelDirectoryError(
-            f"host.vllm_transfer is {settings.vllm_transfer}, which is not there yet; allowed is files"
-        )
     if settings.vllm_context > facts.context:
         raise ModelDirectoryError(
             f"host.vllm_context is {settings.vllm_context}; the model in {facts.directory} has {facts.context} "

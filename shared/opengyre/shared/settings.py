@@ -195,9 +195,6 @@ class HostSettings(Section):
         default=0.9, gt=0, le=1, description="vllm on a GPU: its share of the memory, weights included"
     )
     vllm_tensor_parallel: int = Field(default=1, ge=1, le=1024, description="vllm: GPUs that share one replica")
-    vllm_transfer: Literal["files", "nccl", "ipc"] = Field(
-        default="files", description="vllm: how weights reach it; nccl and ipc are not there yet"
-    )
     vllm_canary_nats: float | None = Field(
         default=None,
         gt=0,
