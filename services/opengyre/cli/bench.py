@@ -60,7 +60,7 @@ def table1(
 
     Example: gyre bench table1 --rows E0,ours --time-scale 360
     """
-    wanted = chosen("--rows", rows, tuple(ROWS))
+    wanted = chosen("--rows", rows, ROWS)
     if keep is not None:
         try:
             keep.mkdir(parents=True, exist_ok=True)

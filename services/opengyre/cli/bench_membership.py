@@ -69,7 +69,7 @@ def membership(
 
     Example: gyre bench membership --ways blobs,regroup
     """
-    wanted, sizes = chosen("--ways", ways, tuple(WAYS)), numbers("--parameters", parameters, 1, 1_000_000_000)
+    wanted, sizes = chosen("--ways", ways, WAYS), numbers("--parameters", parameters, 1, 1_000_000_000)
     if importlib.util.find_spec("torch") is None:
         raise StackError("the members need torch; install it with: pip install 'opengyre[trainer]'")
     rows = [measure(way, size, steps) for size in sizes for way in wanted]

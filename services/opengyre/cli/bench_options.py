@@ -1,6 +1,6 @@
 """What benches take, tell and end with alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import NoReturn, TypeVar
 
 import typer
@@ -15,7 +15,7 @@ def _parts(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def chosen(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+def chosen(option: str, text: str, allowed: Collection[str]) -> list[str]:
     """The comma-separated names that an option was given, each once, in order. Raises `StackError` for another name
     and for none."""
     wanted = _parts(text)

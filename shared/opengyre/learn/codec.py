@@ -44,7 +44,7 @@ def _pieces(shapes: Mapping[str, Sequence[int]], tensors: Iterable[tuple[str, Te
             of = f"{wanted} {tuple(shapes[wanted])}" if wanted is not None else "no more"
             raise GradientFormatError(f"the gradient's tensor {name} {tuple(tensor.shape)} is given; next is {of}")
         # No copy of what is float32 and on the CPU as it is.
-        yield memoryview(tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1).view(torch.uint8).numpy().data
         del tensor
     if left:
         raise GradientFormatError(f"the gradient's tensor {left[-1]} is missing")
