@@ -266,8 +266,10 @@ async def test_a_followed_run_ends_with_the_evaluation_of_its_last_policy(gyre: 
     ]
     shown = await gyre.json("run", "show", "shell")
     assert [(one["version"], one["score"]) for one in shown["evaluations"]] == [(0, 0.25), (2, 0.75)]
-    assert "version 2: held-out score 0.750 of 2 tasks" in await gyre.shown("run", "show", "shell")
-    assert "| update |" in await gyre.shown("run", "show", "shell", "--markdown")
+    assert "held-out tasks of each version: 2" in await gyre.shown("run", "show", "shell")
+    table = await gyre.shown("run", "show", "shell", "--markdown")
+    assert "| version | score | solved | write | rename |" in table
+    assert "| 2 | 0.750 | 1 | 1.00 | 0.50 |" in table
     assert "has recorded no update" in await gyre.refused("run", "show", "other")
 
 
