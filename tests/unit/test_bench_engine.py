@@ -113,7 +113,8 @@ def life(cold: tuple[float, ...], warm: tuple[float, ...], start: float = 10.0) 
 def test_a_ratio_is_of_calls_that_were_made_one_after_the_other() -> None:
     found = facts(
         [life((2.0, 4.0), (0.2, 1.0)), life((3.0, 1.0), (0.3, 0.05), start=20.0)],
-        model="m", dtype="float32", processors=2, threads=2, context=2048, prompt=1500, calls=4,
+        model="m", dtype="float32", processors=2, threads=2, context=2048, stream_interval=8, prompt=1500,
+        calls=4,
     )  # fmt: skip
     assert (found.rounds, found.pairs, found.tokens_at_once) == (2, 4, 8)
     assert (found.cold.low, found.cold.median, found.cold.high) == (1.0, 2.5, 4.0)

@@ -115,7 +115,7 @@ async def _measure(
     return facts(
         lives, model="random" if model is None else model.name, dtype=dtype,
         processors=len(os.sched_getaffinity(0)), threads=settings.threads, context=settings.vllm_context,
-        prompt=prompt, calls=calls,
+        stream_interval=settings.vllm_stream_interval, prompt=prompt, calls=calls,
     )  # fmt: skip
 
 
@@ -141,6 +141,6 @@ def _show(found: Facts) -> None:
     shown.caption = (
         f"{found.model} in {found.dtype}, {found.processors} processors, {found.threads} threads, {found.rounds} "
         f"rounds; prompts of {found.prompt} tokens, {found.pairs} pairs of calls, {found.calls} in flight while "
-        f"weights change; a call went on with up to {found.tokens_at_once} tokens at once"
+        f"weights change, whose tokens come {found.stream_interval} at a time"
     )
     console.print(shown)

@@ -15,7 +15,7 @@ class Reload:
     load: float
     resume: float
     first: float
-    """From the command to resume until the first call in flight has further tokens."""
+    """From the command to resume until further tokens of the first call in flight have come."""
     every: float
     """And until all of them have."""
     gap: float
@@ -53,6 +53,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     processors: int
     threads: int
     context: int
+    stream_interval: int
+    """Tokens of a call that come together, but for its first."""
     rounds: int
     prompt: int
     pairs: int
@@ -85,8 +87,8 @@ def span(values: Sequence[float]) -> Range:
 
 
 def facts(
-    lives: Sequence[Life], *, model: str, dtype: str, processors: int, threads: int, context: int, prompt: int,
-    calls: int,
+    lives: Sequence[Life], *, model: str, dtype: str, processors: int, threads: int, context: int,
+    stream_interval: int, prompt: int, calls: int,
 ) -> Facts:  # fmt: skip
     """Of one or more lives of an engine, each with one pair of calls or more."""
     pairs = [pair for life in lives for pair in zip(life.cold, life.warm, strict=True)]
@@ -97,6 +99,7 @@ def facts(
         processors=processors,
         threads=threads,
         context=context,
+        stream_interval=stream_interval,
         rounds=len(lives),
         prompt=prompt,
         pairs=len(pairs),
