@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from opengyre.chat import hermes
 from opengyre.chat.hf import HfRenderer
 from opengyre.proto import subjects
-from opengyre.proto.host import HostState
+from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.service import ServiceStatus
 from opengyre.proto.task import Check, TaskSpec
 from opengyre.proto.traj import Call, Ended, Resumed, Suspended, Verified
@@ -148,6 +148,19 @@ async def test_mini_swe_agent_as_it_is_solves_a_task_in_its_sandbox(stack: VllmS
     assert tree_of(calls).figures.leaves == 1
 
 
+async def trains_where_nothing_is_left(stack: VllmStack, host: str) -> None:
+    """Looked at as soon as the host says that it trains: vLLM takes a while to end."""
+
+    def status() -> HostStatus | None:
+        found = stack.statuses.values.get(host)
+        return found if found is not None and found.state is HostState.TRAIN else None
+
+    await eventually(lambda: status() is not None, 120)
+    found = status()
+    assert found is not None
+    assert (found.memory_bytes, stack.engine(host)) == (0, {}), "training starts where nothing of vLLM is left"
+
+
 async def test_calls_go_on_through_the_drains_of_all_hosts(stack: VllmStack) -> None:
     """Moved with their tokens from the first, parked where none is left, gone on with when the first is back."""
     model = await stack.serve("noise")
@@ -161,18 +174,12 @@ async def test_calls_go_on_through_the_drains_of_all_hosts(stack: VllmStack) -> 
         ]
         await eventually(lambda: all(len(one.text) > 20 for one in heard), 60)
         await stack.tell(first, "train")
+        training = [tasks.create_task(trains_where_nothing_is_left(stack, host)) for host in HOSTS]
         await eventually(lambda: stack.running(second) == 3, 60)
         seen = [len(one.text) for one in heard]
         await eventually(lambda: all(len(one.text) > n + 20 for one, n in zip(heard, seen, strict=True)), 60)
         await stack.tell(second, "train")
-        for host in HOSTS:
-
-            def trains(host: str = host) -> bool:
-                status = stack.statuses.values.get(host)
-                return status is not None and status.state is HostState.TRAIN and status.memory_bytes == 0
-
-            await eventually(trains, 60)
-            assert stack.engine(host) == {}, "training starts where nothing of vLLM is left"
+        await asyncio.gather(*training)
 
         async def suspended() -> bool:
             return any(isinstance(event, Suspended) for event in await stack.log(agent.episode))
