@@ -244,6 +244,7 @@ async def test_engines_that_are_killed_mid_call_lose_no_token_and_no_episode(sta
     [prompt, *_] = whole_prompts(calls)
     assert len(made.sampled_ids) == LONG
     assert off(model, prompt, made) < NEAR
+    assert [(span.version, span.start, span.end) for span in made.versions] == [(stack.version, 0, LONG)]
     assert calls[1].text == again.text
     assert [end.reason for end in ends] == ["done"]
     assert metrics.EPISODES_INTERRUPTED._value.get() == interrupted
