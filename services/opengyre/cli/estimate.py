@@ -7,37 +7,23 @@ Every refusal is one sentence with the number that would do.
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
+from opengyre.cli.fits import Room, Serving, fitting
 from opengyre.cli.recipe import Plan
 from opengyre.cli.task_files import TaskFileError
 from opengyre.host.vllm_machine import free_memory
-from opengyre.host.vllm_plan import BYTES, CANARY_NATS, OVERHEAD_BYTES, Facts, facts_of, plan
+from opengyre.host.vllm_plan import BYTES, CANARY_NATS, Facts, facts_of
 from opengyre.policy.directory import read_config, read_json, tiny_config
 from opengyre.proto.run import RunSpec
 from opengyre.shared.settings import HostSettings
 from opengyre.sizing import memory
-from opengyre.sizing.hardware import GIB, Hardware, HardwareError, Machine, machine_of
+from opengyre.sizing.hardware import Hardware, HardwareError, Machine, machine_of
 from opengyre.sizing.shape import Shape, shape_of
 from opengyre.sizing.time import Load, Times, load_of, times
 from opengyre.tiny.config import ModelDirectoryError
-
-CONTEXT: Final = "GYRE_HOST__VLLM_CONTEXT"
-
-
-class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """A serving replica, all its cards together; bytes."""
-
-    engine: str
-    dtype: str
-    weights: int
-    kv: int
-    kv_tokens: int
-    """Tokens that its keys and values have room for."""
-    full_calls: int
-    """Calls as long as the context that these hold at once."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,16 +100,8 @@ def _engine(host: HostSettings, machine: Machine, tiny: bool) -> HostSettings:
 
 
 def _estimate(spec: RunSpec, facts: Facts, shape: Shape, host: HostSettings, machine: Machine) -> Estimate:
-    context = spec.harness.context_tokens
-    if context > shape.context:
-        raise ModelDirectoryError(
-            f"run.harness.context_tokens is {context}; the policy has {shape.context} positions, so allowed are values "
-            f"up to that"
-        )
-    serving = _serving(spec, facts, host, machine)
-    training = memory.train_cell(shape, path_tokens=context, chunk=host.chunk, ranks=host.ranks, offload=host.offload)
-    trainer = memory.trainer(shape, spec.optimization.optimizer)
-    _check(spec, shape, host, machine, serving, training, trainer)
+    fit = fitting(spec, facts, shape, host, Room.of(machine))
+    serving = fit.serving
     found = times(
         spec,
         shape,
@@ -139,8 +117,8 @@ def _estimate(spec: RunSpec, facts: Facts, shape: Shape, host: HostSettings, mac
         model=facts.directory,
         parameters=shape.parameters,
         serving=serving,
-        training=training,
-        trainer=trainer,
+        training=fit.training,
+        trainer=fit.trainer,
         memory_bytes=machine.memory_bytes,
         sampled_tokens=load.sampled,
         times=found,
@@ -181,86 +159,3 @@ def _assumptions(machine: Machine, load: Load) -> tuple[str, ...]:
         switch,
         "commands, evaluations and the step of the optimizer take no time",
     )
-
-
-def _serving(spec: RunSpec, facts: Facts, host: HostSettings, machine: Machine) -> Serving:
-    context = spec.harness.context_tokens
-    if host.engine != "vllm":
-        tokens = int(host.capacity) * context
-        return _replica(host.engine, "float32", facts.weight_bytes, facts.kv_values * 4 * tokens, tokens, context)
-    if context > host.vllm_context:
-        raise ModelDirectoryError(
-            f"run.harness.context_tokens is {context}, and host.vllm_context is {host.vllm_context}; allowed are "
-            f"values up to that, or {CONTEXT}={context}"
-        )
-    dtype = facts.dtype if host.vllm_dtype == "auto" else host.vllm_dtype
-    if spec.serving.dtype is not None and dtype != spec.serving.dtype:
-        raise ModelDirectoryError(
-            f"run.serving.dtype is {spec.serving.dtype}, and hosts would serve in {dtype}; allowed is {dtype}, or "
-            f"GYRE_HOST__VLLM_DTYPE={spec.serving.dtype}"
-        )
-    planned = plan(facts, host, gpus=machine.gpus, free_bytes=machine.memory_bytes)
-    return _replica(
-        "vllm", dtype, planned.weight_bytes, planned.kv_bytes, planned.kv_bytes // (facts.kv_values * BYTES[dtype]),
-        context,
-    )  # fmt: skip
-
-
-def _replica(engine: str, dtype: str, weights: int, kv: int, tokens: int, context: int) -> Serving:
-    return Serving(
-        engine=engine, dtype=dtype, weights=weights, kv=kv, kv_tokens=tokens, full_calls=tokens // max(1, context)
-    )
-
-
-def _check(
-    spec: RunSpec,
-    shape: Shape,
-    host: HostSettings,
-    machine: Machine,
-    serving: Serving,
-    training: memory.Train,
-    trainer: memory.Trainer,
-) -> None:
-    """Raise `ModelDirectoryError` where memory does not hold what the roles need."""
-    device = machine.memory_bytes
-    if training.total > device:
-        longest = memory.longest_path(shape, device, chunk=host.chunk, ranks=host.ranks, offload=host.offload)
-        if longest:
-            raise ModelDirectoryError(
-                f"run.harness.context_tokens is {spec.harness.context_tokens}; beside weights and gradients a training "
-                f"cell has memory for paths of {longest} tokens, so allowed are values up to that, or host.offload"
-            )
-        raise ModelDirectoryError(
-            f"a training cell needs {_gib(training.weights + training.gradients)} GiB for weights and gradients in "
-            f"each of {host.ranks} processes, and there are {_gib(device)}; {_ranks_that_do(shape, host, device)}"
-        )
-    if machine.host_bytes is not None and trainer.total > machine.host_bytes:
-        small = memory.trainer(shape, "adafactor").total <= machine.host_bytes
-        raise ModelDirectoryError(
-            f"the trainer needs {_gib(trainer.total)} GiB of main memory, and there are {_gib(machine.host_bytes)}; "
-            + ("optimization.optimizer = adafactor would do" if small else f"{_gib(trainer.total)} GiB would do")
-        )
-    if not machine.gpus:
-        replica = serving.weights + serving.kv + (OVERHEAD_BYTES if serving.engine == "vllm" else 0)
-        # A cell serves or trains; so much is held when all do what takes more.
-        needed = machine.cells * max(replica, training.total) + trainer.total
-        if needed > device:
-            fits = max(0, (device - trainer.total) // max(replica, training.total))
-            raise ModelDirectoryError(
-                f"{machine.cells} cells and the trainer need {_gib(needed)} GiB of this machine's memory, of which "
-                f"{_gib(device)} are free; hardware.cells = {fits} would do"
-                if fits
-                else f"a cell and the trainer need {_gib(max(replica, training.total) + trainer.total)} GiB of this "
-                f"machine's memory, of which {_gib(device)} are free"
-            )
-
-
-def _ranks_that_do(shape: Shape, host: HostSettings, device: int) -> str:
-    for ranks in (2, 4, 8, 16, 32, 64):
-        if memory.longest_path(shape, device, chunk=host.chunk, ranks=ranks, offload=host.offload):
-            return f"hardware.cell_gpus = {ranks} would do"
-    return "no cell of up to 64 processes would do"
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size < GIB else f"{size / GIB:.1f}"

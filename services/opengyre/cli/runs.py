@@ -8,7 +8,10 @@ import typer
 from typer.core import TyperGroup
 
 from opengyre.cli import run_changes, run_show
+from opengyre.cli import stack as stacks
 from opengyre.cli.client import (
+    Api,
+    ClientError,
     GatewayOption,
     JsonOption,
     KeyOption,
@@ -21,7 +24,9 @@ from opengyre.cli.client import (
 from opengyre.cli.estimate import Estimate, estimated
 from opengyre.cli.estimate_view import shown
 from opengyre.cli.recipe import Plan, read_recipe
+from opengyre.cli.run_fits import check_fits
 from opengyre.cli.run_follow import follow as follow_run
+from opengyre.cli.stack import Stack
 from opengyre.cli.task_files import TaskFileError
 from opengyre.cli.tasks import PATIENCE_S, send
 from opengyre.policy.describe import describe
@@ -29,6 +34,7 @@ from opengyre.shared.settings import load
 from opengyre.tiny.config import ModelDirectoryError
 
 START = "start"
+NOT_FOUND = 404
 
 
 class RunGroup(TyperGroup):
@@ -74,6 +80,7 @@ def run(
         _explain(plan, estimated(recipe, plan, load().host, plan.hardware), json)
         return
     api = connect(gateway, api_key, state_dir)
+    _check_fits(recipe, plan, api, None if gateway else stacks.read((state_dir or load().state_dir).absolute()))
     body = msgspec.to_builtins(plan.run)
     del body["state"]
     api.patiently("POST", "/v1/runs", body, PATIENCE_S)
@@ -104,6 +111,21 @@ def check_model(recipe: Path, plan: Plan) -> None:
         describe(model)
     except ModelDirectoryError as error:
         raise TaskFileError(f"{recipe}: run.model cannot be used: {error}") from error
+
+
+def _check_fits(recipe: Path, plan: Plan, api: Api, stack: Stack | None) -> None:
+    """Raise `TaskFileError` where the stack cannot do the run. One that is there already goes on, and is followed."""
+    try:
+        check_fits(recipe, plan, stack)
+    except TaskFileError:
+        try:
+            api.get(f"/v1/runs/{plan.run.run}")
+        except ClientError as error:
+            if error.status != NOT_FOUND:
+                raise
+        else:
+            return
+        raise
 
 
 def lacking(plan: Plan) -> str | None:

@@ -1,0 +1,118 @@
+"""Whether the stack that a run is sent to can serve and train its policy, asked before anything is submitted.
+
+Of an embedded stack the settings are those that its hosts were started with, and memory is this machine's, with what
+the stack's own processes hold: they give it up or hold it for this run. Of any other stack nothing is known but that a
+call is no longer than the policy has positions. Without a policy's directory here nothing is looked at.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from opengyre.cli import stack as stacks
+from opengyre.cli.fits import UNBOUNDED, Room, check_positions, fitting, serving_of
+from opengyre.cli.recipe import Plan
+from opengyre.cli.stack import Stack
+from opengyre.cli.supervisor_plan import MARK
+from opengyre.cli.task_files import TaskFileError
+from opengyre.host.vllm_machine import free_memory, gpus_of
+from opengyre.host.vllm_plan import facts_of
+from opengyre.policy.directory import read_config, tiny_config
+from opengyre.shared.settings import HostSettings, load
+from opengyre.sizing.shape import FAMILIES, shape_of
+from opengyre.tiny.config import ModelDirectoryError, TinyConfig
+
+HOST: Final = "host"
+
+
+def check_fits(recipe: Path, found: Plan, stack: Stack | None) -> None:
+    """Raise `TaskFileError`, one sentence, for a run that `stack` cannot do; None: a stack that is elsewhere."""
+    directory = Path(found.run.model)
+    if not directory.is_dir():
+        return
+    host = None if stack is None else host_settings(stack)
+    try:
+        if stack is None or host is None:
+            _check_elsewhere(found, directory)
+        else:
+            _check_here(found, directory, host, stack)
+    except ModelDirectoryError as error:
+        raise TaskFileError(f"{recipe}: {error}") from error
+
+
+def _check_elsewhere(found: Plan, directory: Path) -> None:
+    positions = read_config(directory).get("max_position_embeddings")
+    if isinstance(positions, int):
+        check_positions(found.run, positions)
+
+
+def _check_here(found: Plan, directory: Path, host: HostSettings, stack: Stack) -> None:
+    if host.engine == "emulated":
+        return  # it has no model
+    fields = read_config(directory)
+    if host.engine == "tiny":
+        try:
+            TinyConfig.from_hf(fields)
+        except ModelDirectoryError as error:
+            raise ModelDirectoryError(
+                f"run.model is {directory}, which the stack's hosts cannot serve by the tiny engine ({error}); allowed "
+                "is a policy of the tiny engine, or `gyre up --engine vllm`"
+            ) from error
+    room = _room(stack, gpus_of(os.environ) if host.engine == "vllm" else 0)
+    facts = facts_of(directory)
+    if tiny_config(fields) is None and (fields["model_type"] not in FAMILIES or fields.get("num_experts")):
+        # Of such a shape memory for training is not worked out.
+        check_positions(found.run, facts.context)
+        serving_of(found.run, facts, host, room)
+        return
+    fitting(found.run, facts, shape_of(fields, str(directory / "config.json")), host, room)
+
+
+def _room(stack: Stack, gpus: int) -> Room:
+    """With GPUs memory is not looked at: an engine that runs holds it, and each host asks its own when it starts."""
+    cells = len(_hosts(stack))
+    if gpus:
+        return Room(gpus, cells, UNBOUNDED, None)
+    memory = free_memory() + held(Path(stack.state_dir))
+    return Room(0, cells, memory, memory, more="gyre up --hosts")
+
+
+def _hosts(stack: Stack) -> list[int]:
+    """Process ids of the stack's hosts."""
+    directory = Path(stack.state_dir)
+    return [
+        pid
+        for name, pid in stack.processes.items()
+        if name.startswith(HOST) and name.removeprefix(HOST).isdigit() and stacks.belongs(pid, directory)
+    ]
+
+
+def host_settings(stack: Stack) -> HostSettings | None:
+    """The settings in force in the stack's hosts, which are alike; None where no host runs. Raises `SettingsError`."""
+    for pid in _hosts(stack):
+        try:
+            lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+            folder = Path(f"/proc/{pid}/cwd").readlink()
+        except OSError:
+            continue  # it has just ended
+        environment = dict(line.split("=", 1) for line in lines if "=" in line)
+        named = environment.get("GYRE_CONFIG")
+        file = folder / (named or "gyre.toml")
+        # Without a file of its own the one where this is asked does not hold either.
+        return load(file if named or file.is_file() else Path(os.devnull), environment).host
+    return None
+
+
+def held(state_dir: Path) -> int:
+    """Bytes of memory that the processes of the stack hold for themselves."""
+    mark = f"{MARK}={state_dir.absolute()}".encode()
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                _, resident, shared, *_ = (process / "statm").read_text().split()
+                total += (int(resident) - int(shared)) * page
+        except OSError:
+            continue  # another's, or it has just ended
+    return total
