@@ -1,13 +1,100 @@
 """`gyre bench router` in the small: a real host, rollout service and broker, calls both ways."""
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from opengyre.cli.bench_processes import place
+from opengyre.cli.bench_processes import beside, place, program
+from opengyre.cli.bench_router_stack import refused, stack
+from opengyre.cli.stack import StackError
+from opengyre.proto import subjects
+from opengyre.proto.weights import WeightsRefused
+from opengyre.shared.bus import Bus, bootstrap
+
+SOON_S = 20.0
+"""For what takes a second on a machine that does nothing else."""
+
+
+async def test_a_program_of_the_bench_that_ends_is_noticed_with_the_last_line_of_its_log(tmp_path: Path) -> None:
+    command = ["sh", "-c", "echo first; echo 'host: setting x is 3'; exit 2"]
+    with pytest.raises(ExceptionGroup) as told:
+        async with (
+            asyncio.timeout(SOON_S),
+            program(command, dict(os.environ), tmp_path / "host.log") as host,
+            beside(host.ended()),
+        ):
+            await asyncio.Event().wait()
+    assert told.value.subgroup(StackError) is not None
+    assert str(told.value.exceptions[0]) == "the host of the bench has ended: host: setting x is 3"
+
+
+async def test_a_program_that_the_bench_ends_is_no_fault(tmp_path: Path) -> None:
+    async with program(["sleep", "60"], dict(os.environ), tmp_path / "host.log") as host, beside(host.ended()):
+        await asyncio.sleep(0)
+    assert host.process.returncode == -signal.SIGTERM
+
+
+async def test_a_host_that_refuses_the_version_of_the_bench_ends_it_with_the_reason(bus: Bus) -> None:
+    await bootstrap(bus)
+    event = WeightsRefused(run="bench", version=0, host="h", boot="b", error="host.vllm_kv_gb is 1000: leave 18 GiB")
+    await bus.publish(subjects.weights("bench", "refused"), event)
+    with pytest.raises(ExceptionGroup) as told:
+        async with asyncio.timeout(SOON_S), beside(refused(bus)):
+            await asyncio.Event().wait()
+    assert str(told.value.exceptions[0]).endswith("does not serve: host.vllm_kv_gb is 1000: leave 18 GiB")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("GYRE_HOST__VLLM_DTYPE", "int3", "the host of the bench has ended: host: setting host.vllm_dtype is 'int3'"),
+        pytest.param(
+            "GYRE_HOST__VLLM_PYTHON",
+            "/nowhere",
+            "the host of the bench does not serve: host.vllm_python is /nowhere",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+async def test_a_host_of_the_bench_that_cannot_serve_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, sentence: str
+) -> None:
+    """Where what is looked at beforehand has not found it."""
+    monkeypatch.setenv(name, value)
+    said: list[str] = []
+    with pytest.raises(ExceptionGroup) as told:
+        async with asyncio.timeout(100), stack("vllm", 1, tmp_path, said.append):
+            pytest.fail("it is not ready")
+    error: BaseException = told.value
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert str(error).startswith(sentence)
+    assert said[0] == "starts a broker, a host with engine vllm and the rollout service"
+
+
+@pytest.mark.torch
+def test_a_bench_that_is_terminated_leaves_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "opengyre.cli", "bench", "router", "--concurrency", "1"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        try:
+            assert running.stderr is not None
+            assert running.stderr.readline().startswith("starts a broker")
+            assert list(tmp_path.glob("gyre-bench-router-*"))
+            running.terminate()
+            said = running.stderr.read()
+            assert running.wait(60) == 128 + signal.SIGTERM
+        finally:
+            running.kill()
+    assert said.endswith("stopped; nothing runs any more\n")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a program can be put on one of several processors only")

@@ -3,12 +3,14 @@
 import pytest
 from typer.testing import CliRunner
 
-from opengyre.cli.bench_processes import processor_s
+from opengyre.cli.bench_processes import last_said, processor_s
+from opengyre.cli.bench_router import stage_table
 from opengyre.cli.bench_router_facts import WAY, Block, Turn, facts, read_spans
 from opengyre.cli.bench_router_talk import lengths
 from opengyre.cli.main import app
 from opengyre.cli.stack import StackError
 from opengyre.rollout.spans import add, spans, stage, written
+from opengyre.shared.settings import SettingsError
 
 
 def block(way: str, concurrency: int, seconds: float, *turns: Turn) -> Block:
@@ -73,3 +75,35 @@ def test_options_that_cannot_be_measured_are_refused(arguments: tuple[str, ...],
     done = CliRunner().invoke(app, ["bench", "router", *arguments])
     assert isinstance(done.exception, StackError)
     assert sentence in str(done.exception)
+
+
+def test_settings_are_checked_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GYRE_HOST__VLLM_DTYPE", "int3")
+    done = CliRunner().invoke(app, ["bench", "router", "--engine", "vllm"])
+    assert isinstance(done.exception, SettingsError)
+    assert "setting host.vllm_dtype is 'int3'" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("host: setting host.vllm_dtype is 'int3'", "host: setting host.vllm_dtype is 'int3'"),
+        ('{"event": "no port is free", "level": "error"}', "no port is free"),
+        ('{"level": "error"}', '{"level": "error"}'),
+        ("[1]", "[1]"),
+        ("{", "{"),
+    ],
+)
+def test_the_last_that_a_program_said_is_a_sentence(line: str, said: str) -> None:
+    assert last_said(line) == said
+
+
+def test_with_one_concurrency_each_stage_has_one_time() -> None:
+    one = [block("direct", 4, 0.1, Turn(0.1, 100, 10)), block("via", 4, 0.1, via(0.104, 0.099))]
+    more = [block("direct", 8, 0.1, Turn(0.1, 100, 10)), block("via", 8, 0.1, via(0.104, 0.099))]
+
+    def columns(*blocks: Block) -> list[str]:
+        return [str(column.header) for column in stage_table(facts("tiny", 2, 0, blocks)).columns]
+
+    assert columns(*one) == ["stage", "", "ms, 4 at a time"]
+    assert columns(*one, *more) == ["stage", "", "alone ms", "crowded ms"]

@@ -1,7 +1,9 @@
 """What benches take, tell and end with alike."""
 
-from collections.abc import Callable, Collection
-from typing import NoReturn, TypeVar
+import asyncio
+import signal
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, NoReturn, TypeVar
 
 import typer
 
@@ -39,10 +41,37 @@ def numbers(option: str, text: str, low: int, high: int) -> list[int]:
     return list(dict.fromkeys(map(int, wanted)))
 
 
-def stopped() -> NoReturn:
-    """The end of a bench that Ctrl-C ended."""
+def until_signal(main: Coroutine[Any, Any, Found]) -> Found:
+    """Run it to its end; Ctrl-C, SIGTERM and SIGHUP end it, once it has ended what it started, with `stopped`."""
+    told: list[int] = []
+
+    async def run() -> Found:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end(number: int) -> None:
+            if not told:  # a second one does not cut off what the first began
+                task.cancel()
+            told.append(number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+        return await main
+
+    try:
+        return asyncio.run(run())
+    except KeyboardInterrupt:
+        stopped()
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        stopped(128 + told[0])
+
+
+def stopped(status: int = 130) -> NoReturn:
+    """The end of a bench that Ctrl-C ended, or another signal with its status."""
     errors.print("stopped; nothing runs any more")
-    raise typer.Exit(130) from None
+    raise typer.Exit(status) from None
 
 
 def tell(found: Found, json: bool, show: Callable[[Found], None]) -> None:

@@ -8,9 +8,11 @@ Awaits: executions' agents to run and to have ended, calls' answers, all bounded
 import asyncio
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import aiohttp
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from opengyre.cli import bench_router_stack as stacks
 from opengyre.cli.bench_facts import Spread
-from opengyre.cli.bench_options import numbers, stopped, tell
+from opengyre.cli.bench_options import numbers, tell, until_signal
 from opengyre.cli.bench_processes import place, processor_s
 from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
 from opengyre.cli.bench_router_stack import RUN, Where, dispatch, stack
@@ -29,6 +31,7 @@ from opengyre.cli.client import JsonOption, console, number
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
 from opengyre.proto import ids, subjects
+from opengyre.shared.settings import load
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.types import EngineSettings
 
@@ -77,19 +80,21 @@ def router(
         raise StackError(f"--tokens is {tokens}; with --engine {engine} allowed are up to {fit}")
     if turns is not None and turns > most:
         raise StackError(f"--turns is {turns}; with --tokens {tokens} and --engine {engine} allowed are up to {most}")
+    settings = load()
     if engine == "vllm":
         try:
-            interpreter(os.environ.get("GYRE_HOST__VLLM_PYTHON"))
+            interpreter(settings.host.vllm_python)
         except VllmMissingError as error:
             raise StackError(str(error)) from error
     processors = sorted(os.sched_getaffinity(0))
     own = processors[: len(processors) // 2] if apart and engine == "vllm" else []
-    try:
-        found = asyncio.run(_measure(engine, rounds, min(TURNS, most) if turns is None else turns, tokens, levels, own))
-    except (TimeoutError, TalkError, ExceptionGroup) as error:
-        raise _sentence(error) from error
-    except KeyboardInterrupt:
-        stopped()
+    turns = min(TURNS, most) if turns is None else turns
+    # Outside of the loop, whose threads may write to it until it has ended.
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-router-", ignore_cleanup_errors=True) as folder:
+        try:
+            found = until_signal(_measure(engine, Path(folder), rounds, turns, tokens, levels, own))
+        except (TimeoutError, TalkError, ExceptionGroup) as error:
+            raise _sentence(error) from error
     tell(found, json, _show)
 
 
@@ -103,14 +108,15 @@ def _sentence(error: Exception) -> Exception:
 
 
 async def _measure(
-    engine: Engine, rounds: int, turns: int, tokens: int, levels: Sequence[int], own: Sequence[int]
+    engine: Engine, folder: Path, rounds: int, turns: int, tokens: int, levels: Sequence[int], own: Sequence[int]
 ) -> Facts:
-    """`own`: processors that are the engine's alone; none where it shares them all."""
+    """`folder`: for the files of what is measured; `own`: processors that are the engine's alone, none
+    where it shares them all."""
     processors = os.sched_getaffinity(0)
     connector = aiohttp.TCPConnector(limit=0)
     bound = aiohttp.ClientTimeout(total=BOUND_S)
     async with (
-        stack(engine, max(levels)) as where,
+        stack(engine, max(levels), folder, _say) as where,
         aiohttp.ClientSession(connector=connector, timeout=bound) as session,
     ):
         if own:
@@ -123,12 +129,16 @@ async def _measure(
         blocks = []
         for level in levels:
             for turn in range(rounds):
-                errors.print(f"{level} at a time: round {turn + 1} of {rounds}", markup=False)
+                _say(f"{level} at a time: round {turn + 1} of {rounds}")
                 # The order alternates as well: a machine that becomes busier favours neither.
                 order = list(chosen.items())
                 for way, begin in order if turn % 2 == 0 else reversed(order):
                     blocks.append(await bench.block(way, begin, level, turns))
     return facts(engine, len(processors), len(own), blocks)
+
+
+def _say(what: str) -> None:
+    errors.print(what, markup=False, soft_wrap=True)
 
 
 class _Bench:
@@ -188,11 +198,7 @@ def _show(found: Facts) -> None:
     if found.engine_processors:
         shown.caption += f"\n{found.engine_processors} of {found.processors} processors are the engine's alone"
     console.print(shown)
-    stages = narrow("stage", "", "alone ms", "crowded ms")
-    for stage in found.stages:
-        stages.add_row(stage.name, "", _both(stage.alone), _both(stage.crowded))
-    stages.caption = "median / 99th percentile"
-    console.print(stages)
+    console.print(stage_table(found))
     names = list(found.rows[0].processor_ms)
     rows = Table("at a time", "way", "calls", "prompt", "sampled", "ms", "tokens/s", *names)
     for row in found.rows:
@@ -202,6 +208,17 @@ def _show(found: Facts) -> None:
         )  # fmt: skip
     rows.caption = "the last columns: processor milliseconds of a call"
     console.print(rows)
+
+
+def stage_table(found: Facts) -> Table:
+    """Of each stage its time at the smallest and at the largest concurrency; once where these are one."""
+    levels = sorted({row.concurrency for row in found.rows})
+    crowded = len(levels) > 1
+    stages = narrow("stage", "", *(("alone ms", "crowded ms") if crowded else (f"ms, {levels[0]} at a time",)))
+    for stage in found.stages:
+        stages.add_row(stage.name, "", _both(stage.alone), *((_both(stage.crowded),) if crowded else ()))
+    stages.caption = "median / 99th percentile"
+    return stages
 
 
 def _both(spread: Spread) -> str:

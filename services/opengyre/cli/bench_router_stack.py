@@ -3,22 +3,23 @@
 Executions run an agent that is a program; the program is this process, and so is their sandbox, which only says that it
 runs. So nothing but model calls is done.
 
-Awaits: the services' readiness and each execution's agent, `READY_S` at most.
+Awaits: the services' readiness and each execution's agent, `READY_S` at most. A program that ends by itself and a host
+that refuses the version wake the bench, and end it with the reason.
 """
 
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from opengyre.chat.open import open_renderer
 from opengyre.cli.bench_model import write_policy
-from opengyre.cli.bench_processes import child_running, of_session, process
+from opengyre.cli.bench_processes import beside, child_running, of_session, program
+from opengyre.cli.stack import StackError
 from opengyre.proto import ids, subjects
 from opengyre.proto.episode import EpisodeDispatch
 from opengyre.proto.host import HostState, HostStatus
@@ -41,16 +42,18 @@ from opengyre.proto.sandbox import (
 )
 from opengyre.proto.service import ServiceStatus
 from opengyre.proto.task import Check, TaskSpec
-from opengyre.proto.weights import WeightsPublished
+from opengyre.proto.weights import WeightsPublished, WeightsRefused
 from opengyre.rollout.endpoint import Endpoints, load_secret
 from opengyre.rollout.prompt import Renderer
 from opengyre.shared import embedded
-from opengyre.shared.bus import Bucket, Bus, Endpoint, bootstrap, serving
+from opengyre.shared.bus import Bucket, Bus, Endpoint, bootstrap, follow, serving
 
 RUN = "bench"
 NODE = "bench"
 CONTEXT = 4096
 READY_S = 300.0
+SAY_S = 5.0
+"""Between signs of life while services start."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +189,12 @@ def _make_version(folder: Path) -> WeightsPublished:
 
 
 @contextlib.asynccontextmanager
-async def stack(engine: str, most: int) -> AsyncIterator[Where]:
-    """Everything, ready, for up to `most` executions at a time. Raises `TimeoutError` where it does not become so."""
-    folder = Path(tempfile.mkdtemp(prefix="gyre-bench-router-"))
+async def stack(engine: str, most: int, folder: Path, say: Callable[[str], None]) -> AsyncIterator[Where]:
+    """Everything, ready, for up to `most` executions at a time; its files lie in `folder`.
+
+    Raises an `ExceptionGroup` of a `TimeoutError` where it does not become ready, and of a `StackError` with the reason
+    where a program of it ends or the host refuses the version.
+    """
     port = embedded.free_port()
     url = f"nats://127.0.0.1:{port}"
     environment = {
@@ -205,27 +211,50 @@ async def stack(engine: str, most: int) -> AsyncIterator[Where]:
         "GYRE_HOST__VLLM_CONTEXT": str(CONTEXT),
     }
     python = [sys.executable, "-m"]
-    try:
-        published = await asyncio.to_thread(_make_version, folder)
-        nats = process(embedded.nats_command(folder / "nats", port), environment, folder / "nats.log")
-        async with nats as broker, Bus(url, "bench") as bus, Sandboxes(bus).up() as sandboxes:
-            await bootstrap(bus)
-            await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, RunSpec(run=RUN, model=str(folder / "model")))
-            await bus.publish(subjects.weights(RUN, "published"), published)
-            async with (
-                process([*python, "opengyre.host"], environment, folder / "host.log") as host,
-                process([*python, "opengyre.rollout"], environment, folder / "rollout.log") as rollout,
-            ):
+    say(f"starts a broker, a host with engine {engine} and the rollout service")
+    published = await asyncio.to_thread(_make_version, folder)
+    nats = program(embedded.nats_command(folder / "nats", port), environment, folder / "broker.log")
+    async with (
+        nats as broker,
+        beside(broker.ended()),
+        Bus(url, "bench") as bus,
+        Sandboxes(bus).up() as sandboxes,
+    ):
+        await bootstrap(bus)
+        await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, RunSpec(run=RUN, model=str(folder / "model")))
+        await bus.publish(subjects.weights(RUN, "published"), published)
+        async with (
+            program([*python, "opengyre.host"], environment, folder / "host.log") as host,
+            program([*python, "opengyre.rollout"], environment, folder / "rollout.log") as rollout,
+            beside(host.ended(), rollout.ended()),
+        ):
+            async with beside(refused(bus), _tell(engine, say)):
                 host_url, rollout_url = await _ready(bus)
-                processes = {"broker": [broker], "rollout": [rollout], "host": [host], "client": [os.getpid()]}
-                where = Where(
-                    bus, sandboxes, Endpoints(load_secret(folder / "state")),
-                    await asyncio.to_thread(open_renderer, folder / "model"), rollout_url, host_url, host_url, RUN,
-                    processes,
-                )  # fmt: skip
-                yield _with_vllm(where, host) if engine == "vllm" else where
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            pids = {"broker": broker.pid, "rollout": rollout.pid, "host": host.pid, "client": os.getpid()}
+            where = Where(
+                bus, sandboxes, Endpoints(load_secret(folder / "state")),
+                await asyncio.to_thread(open_renderer, folder / "model"), rollout_url, host_url, host_url, RUN,
+                {name: [pid] for name, pid in pids.items()},
+            )  # fmt: skip
+            yield _with_vllm(where, host.pid) if engine == "vllm" else where
+
+
+async def refused(bus: Bus) -> NoReturn:
+    """Wait until a host refuses the bench's version; raises `StackError` with what it says."""
+    async for stored in follow(bus, subjects.WEIGHTS, subjects.weights(RUN, "refused")):
+        event = stored.readable()
+        if isinstance(event, WeightsRefused):
+            raise StackError(f"the host of the bench does not serve: {event.error}")
+    raise AssertionError("a stream that is followed has no end")
+
+
+async def _tell(engine: str, say: Callable[[str], None]) -> NoReturn:
+    """Signs of life, until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while True:
+        await asyncio.sleep(SAY_S)
+        say(f"the host starts (engine {engine}): {loop.time() - began:.0f} s")
 
 
 def _with_vllm(where: Where, host: int) -> Where:

@@ -49,7 +49,8 @@ def tail(path: Path, lines: int = 3, *, start: int = 0, limit: int = 8192) -> li
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
+    """What a child does before it begins, so that the kernel ends it with its parent."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # resolved before the fork; only the call is made after it
@@ -79,7 +80,7 @@ async def spawn(program: Program, log: Path) -> asyncio.subprocess.Process:
             stderr=descriptor,
             env={**os.environ, **program.environment},
             start_new_session=True,  # the terminal's Ctrl-C is the supervisor's to pass on, in its order
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=die_with(os.getpid()),
         )
     finally:
         os.close(descriptor)
