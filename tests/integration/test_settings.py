@@ -43,7 +43,7 @@ def test_an_empty_api_key_is_refused_since_it_would_let_everybody_in(tmp_path: P
     [
         ("[bus]\nurls = 'x'\n", r"unknown setting bus.urls.*allowed here: url, replicas"),
         ("[buss]\nurl = 'x'\n", r"unknown setting buss.*allowed here: state_dir, log, bus"),
-        ("[host]\ncapacity = 0\n", r"setting host.capacity is 0.*greater than or equal to 1"),
+        ("[host]\ncapacity = 0\n", r"setting host.capacity is 0.*allowed are numbers from 1 on"),
         ("[host]\nengine = 'gpu'\n", r"host.engine is 'gpu'.*'tiny'"),
         ("[bus\n", r"gyre.toml is not valid TOML"),
         ("bus = 3\n", r"setting bus is 3.*allowed is a table of url, replicas"),
@@ -87,7 +87,7 @@ def test_an_unknown_environment_variable_is_refused(name: str, sentence: str) ->
             {"GYRE_HOST__COUNT": "2", "GYRE_HOST__ENGINE": "emulated", "GYRE_HOST__CELL": "c"},
             "host.count is '2'.*allowed is 1 with host.cell set",
         ),
-        ({"GYRE_HOST__TIME_SCALE": "0"}, "host.time_scale is '0'.*greater than 0"),
+        ({"GYRE_HOST__TIME_SCALE": "0"}, "host.time_scale is '0'.*allowed are numbers above 0 up to 1000000"),
         ({"GYRE_HOST__ENGINE": "steam"}, "host.engine is 'steam'.*'tiny', 'vllm' or 'emulated'"),
     ],
 )

@@ -19,7 +19,6 @@ from rich.table import Table
 from opengyre.cli import stack as stacks
 from opengyre.cli.stack import StackError
 from opengyre.proto.ids import BadIdentifierError, check_token
-from opengyre.shared.settings import load
 
 TIMEOUT_S = 40.0
 PIPED_WIDTH = 120
@@ -127,10 +126,10 @@ def connect(gateway: str | None, api_key: str | None, state_dir: Path | None) ->
     """The API that the options name, or the one of the stack in the state directory."""
     if gateway:
         return Api(gateway, api_key)
-    directory = (state_dir or load().state_dir).absolute()
+    directory = stacks.directory(state_dir)
     there = stacks.read(directory)
     if there is None:
-        raise ClientError(0, f"there is no stack in {directory}; `gyre up` starts one, or name another with --gateway")
+        raise ClientError(0, stacks.absent(directory, "--gateway"))
     return Api(there.gateway, api_key or there.api_key)
 
 

@@ -38,7 +38,6 @@ from opengyre.proto.sandbox_jobs import LogPage, LogsRequest, SpawnRequest
 from opengyre.sandbox import doctor as machine_doctor
 from opengyre.sandbox.clear import clear
 from opengyre.shared.bus import Bus
-from opengyre.shared.settings import load
 
 TIMED_OUT = 124
 """Exit status of `exec` where the command was killed for its time, as of timeout(1)."""
@@ -241,7 +240,7 @@ def gc(
     """
     chosen = wanted(labels(label), owner, older_than, every)
 
-    directory = (state_dir or load().state_dir).absolute()
+    directory = stacks.directory(state_dir)
     if chosen is not None:
         removed = run(_collect(chosen, dry_run, node, nats, state_dir))
     elif stacks.owner(directory) is None:

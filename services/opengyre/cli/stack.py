@@ -16,12 +16,34 @@ from typing import Self
 import msgspec
 
 from opengyre.cli.supervisor_plan import MARK
+from opengyre.shared.settings import Settings, SettingsError, state_dir
 
 FILE = "stack.json"
 
 
 class StackError(Exception):
     """The stack cannot do what was asked; one sentence."""
+
+
+def directory(given: Path | None) -> Path:
+    """The stack's directory, absolute: `given`, or that of setting state_dir, whatever else the settings say.
+
+    Where they cannot even be read, the stack that runs in the default directory is the one. Raises `SettingsError`.
+    """
+    if given is not None:
+        return given.absolute()
+    try:
+        return state_dir().absolute()
+    except SettingsError as error:
+        default = Path(Settings.model_fields["state_dir"].default).absolute()
+        if owner(default) is not None:
+            return default
+        raise SettingsError(f"{error}; --state-dir names the stack's directory without it") from error
+
+
+def absent(state_dir: Path, option: str) -> str:
+    """What a verb says that finds no stack; `option` names another."""
+    return f"there is no stack in {state_dir}; `gyre up` starts one, or name another with {option}"
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from opengyre.cli import stack as stacks
 from opengyre.cli.stream_select import QUEUES, Selection
 from opengyre.shared.bus import Bus, Stored, follow, next_message, page, reachable
-from opengyre.shared.settings import load
+from opengyre.shared.settings import is_set, load
 
 CONNECT_S = 5.0
 PAGE = 256
@@ -22,10 +22,11 @@ FOREVER = 2**62
 
 @contextlib.asynccontextmanager
 async def connected(nats: str | None, state_dir: Path | None) -> AsyncIterator[Bus]:
-    """The bus that `--nats` names, or the stack's in the state directory, or that of setting bus.url."""
-    settings = load()
-    there = stacks.read((state_dir or settings.state_dir).absolute())
-    url = nats or (there.nats if there is not None else settings.bus.url)
+    """The bus that `--nats` names, or the stack's in the state directory, or that of setting bus.url where it is set.
+
+    Raises `StackError` in one sentence, at once where none of them is there.
+    """
+    url = nats or _found(stacks.directory(state_dir))
     try:
         bus = await Bus(url, "gyre-stream", connect_timeout_s=CONNECT_S).__aenter__()
     except TimeoutError as error:
@@ -36,6 +37,16 @@ async def connected(nats: str | None, state_dir: Path | None) -> AsyncIterator[B
         yield bus
     finally:
         await bus.__aexit__()
+
+
+def _found(directory: Path) -> str:
+    there = stacks.read(directory)
+    if there is not None:
+        return there.nats
+    settings = load()
+    if not is_set(settings, "bus"):  # its default is no sign of a broker
+        raise stacks.StackError(stacks.absent(directory, "--nats"))
+    return settings.bus.url
 
 
 async def first_since(bus: Bus, selection: Selection, since: datetime.datetime | None, start: int) -> int:

@@ -4,10 +4,10 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
+from opengyre.cli import stack as stacks
 from opengyre.cli.stack import StackError
 from opengyre.formats import Forest, Source
 from opengyre.shared.blobs import reference
-from opengyre.shared.settings import load
 
 MAX_BESIDE = 2**30
 """Bytes of a file that a log refers to."""
@@ -18,7 +18,7 @@ SUBAGENTS = "subagents"
 
 def blob_store(state_dir: Path | None) -> Path:
     """Where the stack keeps its blobs."""
-    return (state_dir or load().state_dir) / "blobs"
+    return stacks.directory(state_dir) / "blobs"
 
 
 def open_log(path: Path, blobs: Path | None = None) -> Source:

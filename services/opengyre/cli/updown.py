@@ -94,7 +94,7 @@ def down(
 
     Example: gyre down
     """
-    directory = (state_dir or load().state_dir).absolute()
+    directory = stacks.directory(state_dir)
     stopped, leftovers = stop(directory)
     if json:
         print(msgspec.json.encode({"stopped": stopped, "leftovers": leftovers}).decode())

@@ -20,8 +20,10 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 
 from opengyre.shared.masked import masked
+from opengyre.shared.settings_words import allowed
 
 PREFIX = "GYRE_"
 OUTSIDE = {"GYRE_CONFIG", "GYRE_TEST_DATA", "GYRE_STATE_DIR", "GYRE_GATEWAY_URL", "GYRE_API_KEY"}
@@ -252,8 +254,8 @@ class Settings(Section):
 def load(path: Path | None = None, environment: dict[str, str] | None = None) -> Settings:
     """Read the settings. Raises `SettingsError` with one sentence."""
     env = dict(os.environ if environment is None else environment)
-    chosen = path or (Path(env["GYRE_CONFIG"]) if env.get("GYRE_CONFIG") else None)
-    document = _read_toml(chosen) if chosen else _read_toml(Path("gyre.toml"), optional=True)
+    chosen = _chosen(path, env)
+    document = _read(chosen)
     if "GYRE_STATE_DIR" in env:
         document["state_dir"] = env["GYRE_STATE_DIR"]
     for name, value in sorted(env.items()):
@@ -263,6 +265,38 @@ def load(path: Path | None = None, environment: dict[str, str] | None = None) ->
         return Settings.model_validate(document)
     except ValidationError as error:
         raise SettingsError(_sentence(error, chosen)) from error
+
+
+def is_set(settings: Settings, section: str) -> bool:
+    """Whether the URL of `section` was set, and is not the default."""
+    return section in settings.model_fields_set and "url" in getattr(settings, section).model_fields_set
+
+
+def state_dir(path: Path | None = None, environment: dict[str, str] | None = None) -> Path:
+    """Where the state is, whatever the other settings are: a stack can be found and stopped that they would not start.
+
+    Raises `SettingsError` where the file cannot be read, or says of the directory what can be none.
+    """
+    env = dict(os.environ if environment is None else environment)
+    if "GYRE_STATE_DIR" in env:
+        return Path(env["GYRE_STATE_DIR"])
+    chosen = _chosen(path, env)
+    found = _read(chosen).get("state_dir", Settings.model_fields["state_dir"].default)
+    if not isinstance(found, str | Path):
+        raise SettingsError(f"setting state_dir is {found!r}{_source(chosen)}: {allowed('path_type', {})}")
+    return Path(found)
+
+
+def _chosen(path: Path | None, environment: dict[str, str]) -> Path | None:
+    return path or (Path(environment["GYRE_CONFIG"]) if environment.get("GYRE_CONFIG") else None)
+
+
+def _read(chosen: Path | None) -> dict[str, Any]:
+    return _read_toml(chosen) if chosen else _read_toml(Path("gyre.toml"), optional=True)
+
+
+def _source(chosen: Path | None) -> str:
+    return f" (in {chosen} or the environment)" if chosen else ""
 
 
 def _read_toml(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -302,13 +336,22 @@ def _place(document: dict[str, Any], name: str, value: str) -> None:
 def _sentence(error: ValidationError, path: Path | None) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    source = f" (in {path} or the environment)" if path else ""
+    model, field = _named(first["loc"])
     if first["type"] == "extra_forbidden":
-        model: Any = Settings
-        for part in first["loc"][:-1]:
-            model = model.model_fields[str(part)].annotation
-        return f"unknown setting {where}{source}; allowed here: {', '.join(model.model_fields)}"
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "model_type":
-        message = f"allowed is a table of {', '.join(Settings.model_fields[where].annotation.model_fields)}"  # type: ignore[union-attr]  # a section's annotation is its model
-    return f"setting {where} is {first['input']!r}{source}: {message}"
+        return f"unknown setting {where}{_source(path)}; allowed here: {', '.join(model.model_fields)}"
+    said = allowed(first["type"], first.get("ctx", {}), field) or first["msg"]
+    value = "not allowed" if field is not None and "Secret" in str(field.annotation) else masked(repr(first["input"]))
+    return f"setting {where} is {value}{_source(path)}: {said}"
+
+
+def _named(loc: tuple[int | str, ...]) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The section that an error is about, and its field; none of an unknown name."""
+    model: type[BaseModel] = Settings
+    field: FieldInfo | None = None
+    for part in loc:
+        if isinstance(part, int):  # an entry of a list; the field is the list's
+            break
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+        field = model.model_fields.get(part)
+    return model, field
