@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 from opengyre.proto import subjects
+from opengyre.proto.run import RunSpec
 from opengyre.proto.task import Check, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.weights import Manifest, WeightsPublished
-from opengyre.shared.bus import Bus
+from opengyre.shared.bus import Bucket, Bus
 from support.gyre_command import Gyre
 
 CHECK = Check(name="a", command="true", weight=1.0)
@@ -27,8 +28,22 @@ async def evaluated(bus: Bus, name: str, family: str, score: float) -> None:
         await bus.publish(subjects.task("r", name, what), event)
 
 
+async def test_a_run_that_there_is_not_is_named_with_those_that_there_are(
+    bus: Bus, nats_server, tmp_path: Path
+) -> None:
+    """`gyre run show` said of any name that the run has recorded nothing yet."""
+    gyre = Gyre(nats_server.url, tmp_path)
+    assert await gyre("run", "show", "nothere") == (1, "", "gyre: there is no run nothere; there are: none yet\n")
+    for name in ("two", "one"):
+        await Bucket(bus, subjects.KV_RUNS, RunSpec).put(name, RunSpec(run=name, model="unused"))
+    assert await gyre("run", "show", "nothere") == (1, "", "gyre: there is no run nothere; there are: one, two\n")
+    sentence = "gyre: run 'bad name/' is not allowed: 1 to 32 of the characters A-Z a-z 0-9 _\n"
+    assert await gyre("run", "show", "bad name/") == (1, "", sentence)
+
+
 async def test_held_out_scores_are_shown_by_family(bus: Bus, nats_server, tmp_path: Path) -> None:
     gyre = Gyre(nats_server.url, tmp_path)
+    await Bucket(bus, subjects.KV_RUNS, RunSpec).put("r", RunSpec(run="r", model="unused"))
     status, _, said = await gyre("run", "show", "r")
     assert (status, "no update and no evaluation yet" in said) == (1, True)
     manifest = Manifest(run="r", version=0, parent=None, step=0, directory="/w", files=())

@@ -57,7 +57,7 @@ def table(report: dict[str, Any]) -> Table:
             cell.get("role") or "-",
             cell.get("wish") or "-",
             "-" if host["version"] < 0 else str(host["version"]),
-            f"{host['running']}/{host['capacity']}",
+            f"{host['running']}/{host['capacity']:g}",
             number(host["tokens_per_s"], 0),
             f"{number(host['since_s'], 1)} s",
         )

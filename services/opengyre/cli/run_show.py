@@ -21,8 +21,10 @@ from opengyre.cli.stack import StackError
 from opengyre.cli.stream_read import connected
 from opengyre.proto import subjects
 from opengyre.proto.base import Event
+from opengyre.proto.ids import BadIdentifierError, check_run
+from opengyre.proto.run import RunSpec
 from opengyre.proto.task import TaskSubmitted
-from opengyre.shared.bus import Bus, BusError, follow
+from opengyre.shared.bus import Bucket, Bus, BusError, follow
 
 COLUMNS: Final = (
     *("update", "score", "held-out", "gap", "trained", "unique", "path", "d"),
@@ -123,14 +125,23 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
 async def _load(run: str, nats: str | None, state_dir: Path | None) -> RunFacts:
     """Raises `StackError` in one sentence."""
     try:
+        check_run(run)
         async with connected(nats, state_dir) as bus:
             events = await _events(bus, run)
-    except BusError as error:
+            found = facts(run, events)
+            known = () if found.updates or found.evaluations else await _runs(bus)
+    except (BadIdentifierError, BusError) as error:
         raise StackError(str(error)) from error
-    found = facts(run, events)
     if not found.updates and not found.evaluations:
-        raise StackError(f"run {run!r} has recorded no update and no evaluation yet; `gyre run ls` lists runs")
+        if run not in known:
+            raise StackError(f"there is no run {run}; there are: {', '.join(known) or 'none yet'}")
+        raise StackError(f"run {run} has recorded no update and no evaluation yet; `gyre waits` says what it waits for")
     return found
+
+
+async def _runs(bus: Bus) -> Sequence[str]:
+    async with Bucket(bus, subjects.KV_RUNS, RunSpec).view() as runs:
+        return sorted(runs.values)
 
 
 async def _events(bus: Bus, run: str) -> list[tuple[float, Event]]:
