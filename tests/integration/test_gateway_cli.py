@@ -164,6 +164,7 @@ def write_model(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (directory / "config.json").write_text('{"model_type": "llama", "vocab_size": 8}')
     (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 7}}}')
+    (directory / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
 
 
 def write_recipe(folder: Path, tasks: str = 'generator = "shelltasks"\ncount = 6\nseed = 3') -> Path:
@@ -187,6 +188,10 @@ def write_recipe(folder: Path, tasks: str = 'generator = "shelltasks"\ncount = 6
         ("model.safetensors", b"\x02" + bytes(7) + b"{}x", "model.safetensors has 11 bytes; its header says 10"),
         ("tokenizer.json", None, "tokenizer.json does not exist"),
         ("tokenizer.json", b"[]", "tokenizer.json holds a list"),
+        ("tokenizer.json", b"{}", "tokenizer.json: the tokenizer has no ids; allowed is one whose model has a"),
+        ("chat_template.jinja", b"{% if %}", "chat_template.jinja: the chat template cannot be parsed: line 1: "),
+        ("tokenizer_config.json", b'{"chat_template": "{{"}', "tokenizer_config.json: the chat template cannot be"),
+        ("config.json", b'{"model_type": "mistral"}', "model_type is 'mistral', which cannot be trained exactly; "),
     ],
 )
 def test_a_dry_run_refuses_a_model_directory_that_cannot_be_used(
@@ -199,6 +204,18 @@ def test_a_dry_run_refuses_a_model_directory_that_cannot_be_used(
     assert done.exit_code == 1
     assert f"{recipe}: run.model cannot be used: " in str(done.exception)
     assert sentence in str(done.exception)
+
+
+async def test_a_chat_with_a_model_without_a_chat_template_is_refused(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    for options in ((), ("--dry-run",)):
+        refusal = await gyre.refused("run", str(recipe), *options)
+        assert "run.harness.prompt is chat, and the model in" in refusal
+        assert 'allowed is prompt = "transcript", or a model with chat_template' in refusal
+    assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "nothing was submitted"
+    recipe.write_text(f'{recipe.read_text()}[run.harness]\nprompt = "transcript"\n')
+    assert "the recipe is valid" in await gyre.shown("run", str(recipe), "--dry-run")
 
 
 async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:

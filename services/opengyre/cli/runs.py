@@ -108,9 +108,16 @@ def check_model(recipe: Path, plan: Plan) -> None:
     if not model.is_dir():
         return  # An absolute path may be on the trainer's machine only.
     try:
-        describe(model)
+        facts = describe(model)
     except ModelDirectoryError as error:
         raise TaskFileError(f"{recipe}: run.model cannot be used: {error}") from error
+    harness = plan.run.harness
+    # A program may ask for completions of a text.
+    if harness.agent == "shell" and harness.prompt == "chat" and not facts.chat_template:
+        raise TaskFileError(
+            f"{recipe}: run.harness.prompt is chat, and the model in {model} has no chat template; allowed is prompt = "
+            '"transcript", or a model with chat_template in tokenizer_config.json or chat_template.jinja'
+        )
 
 
 def _check_fits(recipe: Path, plan: Plan, api: Api, stack: Stack | None) -> None:

@@ -1,7 +1,7 @@
 """What a model directory is, from its files alone: no model is built, no tensor read. Needs no torch.
 
 Raises `ModelDirectoryError` for a directory that cannot be the policy of a run: what `check_directory` refuses, weights
-whose vocabulary is not the config's, and a family that `transformers` does not know.
+that are not what the config says, a chat template that cannot be parsed, and a model that cannot be trained exactly.
 """
 
 import importlib.util
@@ -21,10 +21,10 @@ from opengyre.policy.directory import (
     tiny_config,
     weight_files,
 )
+from opengyre.policy.fields import check_family, check_shapes
+from opengyre.policy.templates import check_template, has_template
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError
 
-TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
-TEMPLATE_FILE: Final = "chat_template.jinja"
 NAMES: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Number formats of safetensors -> torch's names of them."""
 
@@ -53,15 +53,7 @@ class ModelFacts:
     """Without one the model takes text prompts only (`harness.prompt = "transcript"`)."""
 
 
-def has_template(directory: Path) -> bool:
-    """Whether chats can be rendered for the model."""
-    if (directory / TEMPLATE_FILE).is_file():
-        return True
-    path = directory / TOKENIZER_CONFIG_FILE
-    return path.is_file() and bool(read_json(path).get("chat_template"))
-
-
-def _check_family(directory: Path, kind: str) -> None:
+def _check_known(directory: Path, kind: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         return  # Who opens the model says what to install.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -81,18 +73,14 @@ def describe(directory: Path) -> ModelFacts:
     """What the model in `directory` is; raises `ModelDirectoryError` where it can be no policy."""
     check_directory(directory)
     fields = read_config(directory)
-    kind = fields["model_type"]
-    _check_family(directory, kind)
+    kind, source = fields["model_type"], str(directory / CONFIG_FILE)
+    check_family(fields, source)
+    _check_known(directory, kind)
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in weight_files(directory):
         shapes.update(header(path))
-    vocabulary: int | None = fields.get("vocab_size")
-    for ending in ("embed_tokens.weight", "lm_head.weight"):
-        rows = _rows(shapes, ending)
-        if vocabulary is not None and rows is not None and rows != vocabulary:
-            raise ModelDirectoryError(
-                f"{directory / CONFIG_FILE}: vocab_size is {vocabulary}; {ending} has {rows} rows, so {rows} is allowed"
-            )
+    check_shapes(fields, shapes, source)
+    check_template(directory)
     tied = bool(fields.get("tie_word_embeddings", _rows(shapes, "lm_head.weight") is None))
     names = {name for name in shapes if not (tied and name.endswith("lm_head.weight"))}
     context = fields.get("max_position_embeddings")
@@ -105,7 +93,7 @@ def describe(directory: Path) -> ModelFacts:
         parameters=sum(math.prod(shapes[name][1]) for name in names),
         dtypes=tuple(sorted({NAMES.get(form, form) for form, _ in shapes.values()})),
         bytes=sum(path.stat().st_size for path in weight_files(directory)),
-        vocabulary=vocabulary,
+        vocabulary=fields.get("vocab_size"),
         tokens=highest_token(read_json(directory / TOKENIZER_FILE)) + 1,
         context=context if isinstance(context, int) else None,
         tied=tied,

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from opengyre.policy.fields import check_fields
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -106,16 +107,17 @@ def check_directory(directory: Path) -> None:
     """Raise `ModelDirectoryError` for what can be seen of an unusable policy without building it."""
     fields = read_config(directory)
     path = directory / CONFIG_FILE
+    check_fields(fields, str(path))
     vocabulary = fields.get("vocab_size")
-    if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
-        raise ModelDirectoryError(f"{path}: vocab_size is {vocabulary!r}; allowed are whole numbers from 1")
     check_weights(directory)
     # Who trains needs none; who turns chats into tokens does.
     if not (directory / TOKENIZER_FILE).is_file():
         raise ModelDirectoryError(f"{directory / TOKENIZER_FILE} does not exist; a run's policy has a tokenizer")
-    if vocabulary is None:
-        read_json(directory / TOKENIZER_FILE)  # The family's own size is known to transformers only.
-    else:
+    if highest_token(read_json(directory / TOKENIZER_FILE)) < 0:
+        raise ModelDirectoryError(
+            f"{directory / TOKENIZER_FILE}: the tokenizer has no ids; allowed is one whose model has a vocabulary"
+        )
+    if vocabulary is not None:  # else it is the family's own, which transformers knows
         check_tokenizer(directory, vocabulary)
 
 
