@@ -1,6 +1,7 @@
 """Starts of the vLLM engine that end in a refusal: a server of ours in vLLM's place, and a python that is none."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -8,12 +9,19 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from typer.testing import CliRunner
 
+from opengyre.cli import up as stack_up
+from opengyre.cli.bench_model import write_policy
+from opengyre.cli.main import app
+from opengyre.cli.stack import StackError
 from opengyre.host import vllm
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_process import Server
+from opengyre.shared import vllm as shared_vllm
 from opengyre.shared.http import app_of, listen, serving_http
 from opengyre.shared.settings import HostSettings, HttpSettings
+from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 from opengyre.tiny.types import EngineError
 from opengyre.weights.canary import CANARY_FILE, encode, prompts_for
 from support.vllm_directory import model
@@ -117,3 +125,103 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: 
         await engine.wake(model(tmp_path), 0)
     assert engine.stats().state == "asleep"
     await engine.close()
+
+
+def program(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_interpreter_is_asked_whether_it_has_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Neither the working directory nor what this process adds to its path is the server's.
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = program(tmp_path / "python", f'exec "{sys.executable}" -S "$@"')
+    with pytest.raises(
+        VllmMissingError, match=r"vllm_python is .*/python, which has no vLLM; allowed is the python of"
+    ):
+        checked_interpreter(python)
+    fitting = program(tmp_path / "fitting", "echo True")
+    assert checked_interpreter(fitting) == fitting
+    broken = program(tmp_path / "broken", "exit 3")
+    with pytest.raises(VllmMissingError, match=r"broken, which is no python that runs; allowed"):
+        checked_interpreter(broken)
+
+
+def test_an_interpreter_that_does_not_answer_is_refused_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_vllm, "LOOK_S", 0.1)
+    with pytest.raises(VllmMissingError, match=r"slow, which does not run \(.*timed out after 0.1 seconds\)"):
+        checked_interpreter(program(tmp_path / "slow", "exec sleep 60"))
+
+
+def refused(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, StackError), done.output
+    return str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up", "--engine", "vllm"),
+        ("demo", "--headless", "--engine", "vllm"),
+        ("bench", "router", "--engine", "vllm"),
+        ("bench", "engine"),
+    ],
+    ids=" ".join,
+)
+def test_a_python_without_vllm_is_refused_before_anything_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("GYRE_HOST__VLLM_PYTHON", "/nowhere")
+    assert refused(*command).startswith("host.vllm_python is /nowhere; allowed is the python of an environment")
+    monkeypatch.setenv("GYRE_HOST__VLLM_PYTHON", program(tmp_path / "python", "echo False"))
+    assert f"host.vllm_python is {tmp_path / 'python'}, which has no vLLM; allowed is" in refused(*command)
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_keys_and_values_of_all_hosts_of_a_stack_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stack_up, "free_memory", lambda: 20 << 30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("GYRE_HOST__VLLM_PYTHON", program(tmp_path / "python", "echo True"))
+    monkeypatch.setenv("GYRE_HOST__VLLM_KV_GB", "15")
+    for command in (("up",), ("demo", "--headless")):
+        said = refused(*command, "--engine", "vllm", "--hosts", "2")
+        assert said.endswith("beside 1024 MiB of each of 2 hosts' own, 20480 MiB of memory leave 9 GiB to each")
+
+
+async def test_a_server_that_dies_at_its_start_says_its_cause_and_not_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "check_directory", lambda _: None)
+    frames = ["echo '  File x, in run'"] * 30
+    last = "echo 'RuntimeError: Engine core initialization failed. See root cause above.'"
+    python = program(
+        tmp_path / "python", "echo 'ERROR [core.py] ValueError: 50000 are not 49152'", *frames, last, "exit 1"
+    )
+    engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=python))
+    with pytest.raises(EngineError, match=r"^vLLM ended while it started: ValueError: 50000 are not 49152$"):
+        await engine.wake(model(tmp_path), 0)
+    await engine.close()
+
+
+@pytest.mark.torch
+def test_a_directory_whose_config_is_not_its_weights_is_refused_before_vllm_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "model"
+    rows = len(write_policy(directory, 512)["model.embed_tokens.weight"])
+    config = directory / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "vocab_size": rows + 48}))
+    monkeypatch.setenv("GYRE_HOST__VLLM_PYTHON", program(tmp_path / "python", "echo True"))
+    said = refused("bench", "engine", "--model", str(directory))
+    assert said.startswith(f"--model: {config}: vocab_size is {rows + 48}; ")
+    assert said.endswith(f"has {rows} rows, so {rows} is allowed")

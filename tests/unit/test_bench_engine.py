@@ -163,7 +163,7 @@ def refused(*arguments: str) -> str:
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM, but no start of it."""
-    monkeypatch.setattr(bench_engine, "interpreter", lambda _: "python")
+    monkeypatch.setattr(bench_engine, "checked_interpreter", lambda _: "python")
 
 
 @pytest.mark.usefixtures("there")

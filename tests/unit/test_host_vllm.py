@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from opengyre.host.vllm_calls import Sampling, body_of
 from opengyre.host.vllm_machine import gpus_of
 from opengyre.host.vllm_plan import Facts, kv_fault, plan, same_shape
+from opengyre.host.vllm_process import cause
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.config import ModelDirectoryError
@@ -203,3 +204,50 @@ def test_memory_that_does_not_hold_the_keys_and_values_is_said_before_there_is_a
     assert kv_fault(asked, (5 << 30) - 1) == (
         "host.vllm_kv_gb is 4: beside 1024 MiB of the engine's own, 5119 MiB of memory leave 3 GiB"
     )
+
+
+def test_memory_is_for_all_hosts_of_the_machine() -> None:
+    asked = HostSettings(vllm_kv_gb=15)
+    assert kv_fault(asked, 32 << 30, 2) is None
+    assert kv_fault(asked, 20 << 30, 1) is None
+    assert kv_fault(asked, 20 << 30, 2) == (
+        "host.vllm_kv_gb is 15: beside 1024 MiB of each of 2 hosts' own, 20480 MiB of memory leave 9 GiB to each"
+    )
+
+
+ROOT = (
+    "(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (["starts", "is ready"], None),
+        ([], None),
+        ([ROOT], None),
+        (["ValueError: one", "KeyError: 'two'", "    at a line"], "KeyError: 'two'"),
+        (
+            [
+                "(EngineCore pid=9) ERROR 11-30 12:00:00 [core.py:842]     raise ValueError(text)",
+                "(EngineCore pid=9) ERROR 11-30 12:00:00 [core.py:842] ValueError: shapes (50000) and (49152) differ",
+                "(APIServer pid=7) Traceback (most recent call last):",
+                *["(APIServer pid=7)   File ..., in run"] * 30,
+                ROOT,
+            ],
+            "ValueError: shapes (50000) and (49152) differ",
+        ),
+        (["Traceback", "torch.cuda.OutOfMemoryError: no memory", ROOT], "torch.cuda.OutOfMemoryError: no memory"),
+        (
+            [
+                "ValidationError: 1 validation error for ModelConfig",
+                "  Value error, the context is too long",
+                "    For further information visit a page",
+            ],
+            "ValidationError: 1 validation error for ModelConfig Value error, the context is too long",
+        ),
+        (["vllm: error: unrecognized arguments: --none"], None),
+    ],
+)
+def test_the_cause_of_an_end_is_the_last_error_that_names_itself(lines: list[str], found: str | None) -> None:
+    assert cause(lines) == found

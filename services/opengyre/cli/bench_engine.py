@@ -22,9 +22,9 @@ from opengyre.cli.client import JsonOption, console, errors, number, show_json
 from opengyre.cli.stack import StackError
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_plan import facts_of
-from opengyre.policy.directory import check_directory
+from opengyre.policy.describe import describe
 from opengyre.shared.settings import HostSettings, load
-from opengyre.shared.vllm import VllmMissingError, interpreter
+from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 from opengyre.tiny.config import ModelDirectoryError
 from opengyre.tiny.types import EngineError
 
@@ -65,7 +65,7 @@ def engine(
     if calls > settings.capacity:
         raise StackError(f"--calls is {calls}; with host.capacity = {settings.capacity:g} allowed are up to that")
     try:
-        interpreter(settings.vllm_python)
+        checked_interpreter(settings.vllm_python)
     except VllmMissingError as error:
         raise StackError(str(error)) from error
     if model is None and importlib.util.find_spec("torch") is None:
@@ -73,7 +73,7 @@ def engine(
     try:
         if model is not None:
             model = model.absolute()
-            check_directory(model)
+            describe(model)
             facts_of(model)
         with tempfile.TemporaryDirectory(prefix="gyre-bench-engine-") as folder:
             found = asyncio.run(_measure(settings, model, Path(folder), rounds, prompt, pairs, calls))

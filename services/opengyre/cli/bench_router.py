@@ -30,9 +30,11 @@ from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, lengths, way
 from opengyre.cli.client import JsonOption, console, number
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
+from opengyre.host.vllm_machine import free_memory, gpus_of
+from opengyre.host.vllm_plan import kv_fault
 from opengyre.proto import ids, subjects
 from opengyre.shared.settings import load
-from opengyre.shared.vllm import VllmMissingError, interpreter
+from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 from opengyre.tiny.types import EngineSettings
 
 errors = Console(stderr=True, highlight=False)
@@ -83,9 +85,11 @@ def router(
     settings = load()
     if engine == "vllm":
         try:
-            interpreter(settings.host.vllm_python)
+            checked_interpreter(settings.host.vllm_python)
         except VllmMissingError as error:
             raise StackError(str(error)) from error
+        if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory())) is not None:
+            raise StackError(fault)
     processors = sorted(os.sched_getaffinity(0))
     own = processors[: len(processors) // 2] if apart and engine == "vllm" else []
     turns = min(TURNS, most) if turns is None else turns

@@ -29,7 +29,7 @@ from opengyre.cli.demo_facts import shortfalls, summary
 from opengyre.cli.demo_plan import DemoOptions, run_spec, warm_start_name
 from opengyre.cli.demo_view import Shown, closing, line, panel
 from opengyre.cli.stack import StackError
-from opengyre.cli.up import Options, end_leftovers, running
+from opengyre.cli.up import Options, check, end_leftovers, running
 from opengyre.cli.updown import install_signals
 from opengyre.proto import subjects
 from opengyre.proto.run import RunSpec
@@ -162,6 +162,8 @@ class Demo:
             await asyncio.wait([task])
 
     async def _phases(self) -> dict[str, object]:
+        if not self.options.attach:
+            await asyncio.to_thread(self._refuse)
         model = await self._model()
         async with contextlib.AsyncExitStack() as stack:
             with self._phase("start"):
@@ -212,18 +214,25 @@ class Demo:
         if self.options.attach:
             yield self.settings.bus.url, self.options.attach, self.options.api_key
             return
-        state = self.options.state_dir.absolute()
         if not self.options.keep:
-            await asyncio.to_thread(_clear, state)
-        engine = self.options.engine
-        # The demo's policy has so many positions, and cells switch too seldom to be tried beforehand.
-        own = {"GYRE_HOST__VLLM_CONTEXT": "512", "GYRE_HOST__DRY_SWITCH": "false"} if engine == "vllm" else {}
-        options = Options(state, self.options.hosts, engine=engine, environment=own)
-        async with running(options, self.settings, self._note) as run:
+            await asyncio.to_thread(_clear, self.options.state_dir.absolute())
+        async with running(self._of_the_stack(), self.settings, self._note) as run:
             lacking = await run.wait_ready()
             if lacking:
                 raise DemoError("not everything runs: " + "; ".join(f"{name}: {why}" for name, why in lacking.items()))
             yield run.stack.nats, run.stack.gateway, run.stack.api_key
+
+    def _of_the_stack(self) -> Options:
+        engine = self.options.engine
+        # The demo's policy has so many positions, and cells switch too seldom to be tried beforehand.
+        own = {"GYRE_HOST__VLLM_CONTEXT": "512", "GYRE_HOST__DRY_SWITCH": "false"} if engine == "vllm" else {}
+        return Options(self.options.state_dir.absolute(), self.options.hosts, engine=engine, environment=own)
+
+    def _refuse(self) -> None:
+        """Raise `StackError` for what the stack would fail of, before the warm start and the end of what was there."""
+        options = self._of_the_stack()
+        _check_idle(options.state_dir)
+        check(options, self.settings)
 
     async def _model(self) -> Path:
         """The initial policy; made once, and kept for later demos."""
@@ -257,12 +266,16 @@ class Demo:
                 await process.wait()
 
 
+def _check_idle(state: Path) -> None:
+    if state.exists() and stacks.owner(state) is not None:
+        raise StackError(f"a stack runs in {state}; `gyre down --state-dir {state}` stops it")
+
+
 def _clear(state: Path) -> None:
     """Empty the state directory of an earlier demo; nothing else is ever removed."""
     if not state.exists():
         return
-    if stacks.owner(state) is not None:
-        raise StackError(f"a stack runs in {state}; `gyre down --state-dir {state}` stops it")
+    _check_idle(state)
     if not (state / stacks.FILE).exists() and any(state.iterdir()):
         raise StackError(f"{state} is not empty and not a stack's; name another --state-dir")
     end_leftovers(state)

@@ -31,7 +31,7 @@ from opengyre.sandbox.machine import find_bwrap
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
 from opengyre.shared.settings import Settings
-from opengyre.shared.vllm import VllmMissingError, interpreter
+from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 
 BROKER_S = 20.0
 READY_S = 60.0
@@ -87,7 +87,10 @@ def _keep(url: str | None) -> int:
 
 
 def check(options: Options, settings: Settings) -> None:
-    """Raise `StackError` or `MissingBinaryError` for what a stack would fail of, before anything of it is there."""
+    """Raise `StackError` or `MissingBinaryError` for what a stack would fail of, before anything of it is there.
+
+    Blocking: vLLM's python is asked.
+    """
     if options.port is not None and not is_free(options.port):
         raise StackError(f"--port {options.port} is taken by another program; give a free one, or leave it out")
     if options.engine != "emulated" and options.hosts > MAX_TINY:
@@ -97,10 +100,10 @@ def check(options: Options, settings: Settings) -> None:
         raise StackError(f"http.port {port} is taken by another program; set a free one, or 0, or give --port")
     if options.engine == "vllm":
         try:
-            interpreter(settings.host.vllm_python)
+            checked_interpreter(settings.host.vllm_python)
         except VllmMissingError as error:
             raise StackError(str(error)) from error
-        if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory())) is not None:
+        if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory(), options.hosts)) is not None:
             raise StackError(fault)
     if not _is_set(settings, "bus"):
         embedded.nats_binary()
@@ -121,7 +124,10 @@ def _key(settings: Settings, before: Stack | None) -> str:
 
 
 def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program], list[Program]]:
-    """What will run: how it is reached, broker and cache, services. Raises `StackError`, `MissingBinaryError`."""
+    """What will run: how it is reached, broker and cache, services. Raises `StackError`, `MissingBinaryError`.
+
+    Blocking, as `check` is.
+    """
     state = options.state_dir.absolute()
     before = stacks.read(state)
     check(options, settings)
@@ -158,7 +164,7 @@ async def running(options: Options, settings: Settings, report: Callable[[str], 
     """Start the stack; it is complete, though not yet ready, on entry. Raises `StackError`, `MissingBinaryError`."""
     state = options.state_dir.absolute()
     with Lock(state):
-        stack, below, above = compose(options, settings)
+        stack, below, above = await asyncio.to_thread(compose, options, settings)
         await asyncio.to_thread(end_leftovers, state)
         async with Supervisor(state / "logs", report) as supervisor:
             supervisor.start(below)

@@ -136,15 +136,16 @@ def plan(facts: Facts, settings: HostSettings, *, gpus: int, free_bytes: int) ->
     return Plan(arguments, _environment(settings, cpu=cpu), settings.vllm_context, kv, weights, bound)
 
 
-def kv_fault(settings: HostSettings, free_bytes: int) -> str | None:
-    """Why this machine's memory does not hold what is to be reserved for keys and values, whatever the model; None
-    where it may."""
-    left = max(0, free_bytes - OVERHEAD_BYTES) >> 30
+def kv_fault(settings: HostSettings, free_bytes: int, hosts: int = 1) -> str | None:
+    """Why this machine's memory does not hold what so many hosts of it are to reserve for keys and values, whatever the
+    model; None where it may."""
+    left = max(0, free_bytes - hosts * OVERHEAD_BYTES) // hosts >> 30
     if settings.vllm_kv_gb <= left:
         return None
+    of, each = ("the engine's own", "") if hosts == 1 else (f"each of {hosts} hosts' own", " to each")
     return (
-        f"host.vllm_kv_gb is {settings.vllm_kv_gb}: beside {OVERHEAD_BYTES >> 20} MiB of the engine's own, "
-        f"{free_bytes >> 20} MiB of memory leave {left} GiB"
+        f"host.vllm_kv_gb is {settings.vllm_kv_gb}: beside {OVERHEAD_BYTES >> 20} MiB of {of}, "
+        f"{free_bytes >> 20} MiB of memory leave {left} GiB{each}"
     )
 
 

@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 
@@ -28,6 +30,26 @@ SIDE = Path(__file__).parent / "vllm_side"
 STOP_S = 10.0
 LOOK_S = 0.2
 TAIL = 12
+"""Lines that tell what the log's end is where none of them names an error ..."""
+KEPT = 400
+"""... and those that are looked through for one: tracebacks of several processes follow each other."""
+_NAMED: Final = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): \S")
+_LISTS: Final = re.compile(r"\d+ validation errors? for ")
+_CONSEQUENCE: Final = "Engine core initialization failed"
+
+
+def cause(lines: Sequence[str]) -> str | None:
+    """Of a log's lines, the last that names an error and is not just that another process had one: from its name on,
+    with the reason that a list of errors gives in the line after it. None where no line does."""
+    for place in range(len(lines) - 1, -1, -1):
+        found = _NAMED.search(lines[place])
+        if found is None or _CONSEQUENCE in lines[place]:
+            continue
+        said = [lines[place][found.start() :].strip()]
+        if _LISTS.search(said[0]):
+            said += [line.strip() for line in lines[place + 1 : place + 2]]
+        return " ".join(said)
+    return None
 
 
 def free_port() -> int:
@@ -42,7 +64,7 @@ class Server:
     def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self.url = url
         self._process = process
-        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._tail: deque[str] = deque(maxlen=KEPT)
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -54,7 +76,7 @@ class Server:
         session: aiohttp.ClientSession,
         start_s: float,
     ) -> "Server":
-        """Raises `EngineError` with the last lines of its log."""
+        """Raises `EngineError` with the cause that its log names, or its last lines."""
         port = free_port()
         env = {name: value for name, value in os.environ.items() if not name.startswith(("GYRE_", "PYTHON"))}
         env |= {**environment, "PYTHONPATH": str(SIDE), "PYTHONUNBUFFERED": "1", "GYRE_VLLM_PARENT": str(os.getpid())}
@@ -107,10 +129,11 @@ class Server:
                 log.debug("%s", text)
 
     async def last_words(self) -> str:
-        """The end of its log."""
+        """What it died of, as its log names it, or the log's end."""
         if self.ended:
             await asyncio.wait({self._reading}, timeout=1)
-        return " | ".join(self._tail) or "it said nothing"
+        lines = list(self._tail)
+        return cause(lines) or " | ".join(lines[-TAIL:]) or "it said nothing"
 
     async def gone(self) -> None:
         """Wait until the server has ended by itself."""
