@@ -287,7 +287,7 @@ async def test_a_followed_run_ends_with_the_evaluation_of_its_last_policy(gyre: 
     table = await gyre.shown("run", "show", "shell", "--markdown")
     assert "| version | score | solved | write | rename |" in table
     assert "| 2 | 0.750 | 1 | 1.00 | 0.50 |" in table
-    assert "has recorded no update" in await gyre.refused("run", "show", "other")
+    assert await gyre.refused("run", "show", "other") == "there is no run other; there are: shell"
 
 
 def evaluation(name: str, group: str, version: int, score: float) -> tuple[Event, Event]:

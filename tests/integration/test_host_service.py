@@ -166,6 +166,46 @@ async def test_a_host_without_a_run_is_ready_and_says_that_it_waits_for_one(bus:
         await eventually(lambda: [wait.what for wait in host.context.waits.report()] == ["an active run"])
 
 
+async def test_a_host_waits_for_no_weights_of_a_stopped_run(bus: Bus, run: RunSpec, tmp_path: Path) -> None:
+    """After `gyre run stop` before the first version it was not ready for good: "has published none yet"."""
+    runs = Bucket(bus, subjects.KV_RUNS, RunSpec)
+    async with running(bus, tmp_path / "s") as host:
+
+        def waits() -> list[str]:
+            return [wait.what for wait in host.context.waits.report()]
+
+        await eventually(lambda: waits() == ["the first weights of run r"])
+        assert host.context.missing is not None
+        await runs.put("r", msgspec.structs.replace(run, state="stopped"))
+        # Sooner than it would look by itself.
+        await eventually(lambda: waits() == ["an active run: run r is stopped"], 5)
+        assert host.context.missing is None
+        await runs.put("r", run)
+        await eventually(lambda: waits() == ["the first weights of run r"], 5)
+        assert host.context.missing == "host0 has no weights: run r has published none yet"
+
+
+async def test_the_load_of_a_version_shows_how_long_it_may_take(
+    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path
+) -> None:
+    """While vLLM started, `gyre status` showed a wait without a bound."""
+    await versions.publish(0)
+    go_on = asyncio.Event()
+
+    class Slow(TinyHostEngine):
+        load_bound_s = 300.0
+
+        async def wake(self, directory: Path, version: int) -> None:
+            await go_on.wait()
+            await super().wake(directory, version)
+
+    async with running(bus, tmp_path / "s", engine=Slow(8, 1)) as host:
+        loading = [("version 0 to be loaded", 300.0)]
+        await eventually(lambda: [(wait.what, wait.bound_s) for wait in host.context.waits.report()] == loading)
+        go_on.set()
+        await host.reach(HostState.ROLLOUT)
+
+
 async def test_no_traffic_before_weights_then_joins_acknowledges_and_serves(
     bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:

@@ -80,7 +80,9 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
         monkeypatch.setattr(Server, "start", start)
         try:
             if not off:
+                assert engine.load_bound_s == HostSettings().vllm_start_s
                 await engine.wake(directory, 0)
+                assert engine.load_bound_s == vllm.COMMAND_S
                 assert (engine.stats().state, engine.stats().version) == ("paused", 0)
                 return
             with pytest.raises(EngineError, match=r"canary are off by 0.01 nats on average; allowed are 0\.001"):

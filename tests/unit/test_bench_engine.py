@@ -31,6 +31,7 @@ class Scripted:
     name = "scripted"
     capacity = 8.0
     takes_turns = True
+    load_bound_s = None
 
     def __init__(self, *, named: bool = True, lasting: bool = True) -> None:
         self.done: list[str] = []

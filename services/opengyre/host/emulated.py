@@ -73,6 +73,7 @@ class EmulatedEngine:
 
     name = "emulated"
     takes_turns = False
+    load_bound_s = None
 
     def __init__(self, settings: HostSettings) -> None:
         self._loop = asyncio.get_running_loop()

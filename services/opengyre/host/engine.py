@@ -40,6 +40,11 @@ class Engine(Protocol):
     takes_turns: bool
     """Whether a load stops its calls noticeably, so that hosts load one after another."""
 
+    @property
+    def load_bound_s(self) -> float | None:
+        """How long the longest step of the next `load` or `wake` may take; None where it ends by itself."""
+        ...
+
     def submit(self, request: GenerateRequest) -> "asyncio.Future[GenerateResult]":
         """Queue a call, at once. Cancelling the future frees its place."""
         ...

@@ -39,7 +39,7 @@ from opengyre.host.worker import Worker
 from opengyre.proto import subjects
 from opengyre.proto.host import DesiredRole, HostState, HostStateChanged, HostStatus
 from opengyre.proto.ids import check_token
-from opengyre.proto.run import RunSpec
+from opengyre.proto.run import RunSpec, RunState
 from opengyre.proto.weights import Manifest, WeightsApplied, WeightsRefused
 from opengyre.shared import metrics
 from opengyre.shared.bus import BusError, View
@@ -82,6 +82,8 @@ class Host:
         self._grace_s = DesiredRole(host=self._host, role="rollout", epoch=-1).grace_s
         self._turned = asyncio.Event()
         self._run: str | None = None
+        self._run_state: RunState = "active"
+        """Of `_run`: only an active one is going to have weights."""
         self._current: Manifest | None = None
         self._applied: Manifest | None = None
         self._refused: set[tuple[str, int]] = set()
@@ -153,6 +155,11 @@ class Host:
             try:
                 while True:
                     run = chosen_run(view.values, view.revisions)
+                    state = view.values[run].state if run is not None else self._run_state
+                    if state != self._run_state:
+                        self._run_state = state
+                        self._look()
+                        self._turned.set()  # what is waited for is another thing now
                     if run is not None and run != self._run:
                         if following is not None:
                             following.cancel()
@@ -284,7 +291,7 @@ class Host:
             return
         began = self._clock()
         try:
-            with self._context.waits.on(f"version {manifest.version} to be loaded"):
+            with self._context.waits.on(f"version {manifest.version} to be loaded", self._engine.load_bound_s):
                 await verified(manifest)
                 await self._load(manifest, asleep)
         except VERSION_FAULTS as error:
@@ -394,16 +401,22 @@ class Host:
     def _rests_for(self) -> str:
         if self._position.state is HostState.CORDONED:
             return f"{self._host} to be resumed: it is cordoned"
-        return "an active run" if self._run is None else f"the first weights of run {self._run}"
+        if self._run is None:
+            return "an active run"
+        if self._run_state != "active":
+            return f"an active run: run {self._run} is {self._run_state}"
+        return f"the first weights of run {self._run}"
 
     def _why_not(self) -> str:
         return f"host {self._host} is {self._position.state.value}; calls are taken in the rollout role"
 
     def _look(self) -> None:
-        """Not ready is who has a run and has not served or trained it yet: a switch of roles is no lack."""
+        """Not ready is who has an active run and has not served or trained it yet: a switch of roles is no lack."""
         state = self._position.state
         missing: str | None = None
-        if state is HostState.STARTING and self._run is not None:
+        if self._run is None or self._run_state != "active":
+            pass  # nobody waits for this host
+        elif state is HostState.STARTING:
             missing = f"{self._host} has no weights: run {self._run} has published none yet"
         elif state is HostState.JOINING and self._switch_began is None:
             version = self._current.version if self._current else "?"

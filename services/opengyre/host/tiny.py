@@ -10,7 +10,7 @@ from pathlib import Path
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
 from opengyre.proto.host import Sampler
 from opengyre.tiny.config import TinyConfig
-from opengyre.tiny.engine import TinyEngine
+from opengyre.tiny.engine import TIMEOUT_S, TinyEngine
 from opengyre.tiny.types import (
     EngineSettings,
     EngineStats,
@@ -26,6 +26,7 @@ class TinyHostEngine:
 
     name = "tiny"
     takes_turns = True
+    load_bound_s = TIMEOUT_S
 
     def __init__(self, capacity: int, threads: int) -> None:
         self.capacity: float = capacity

@@ -95,6 +95,10 @@ class VllmEngine:
 
     # Calls.
 
+    @property
+    def load_bound_s(self) -> float:
+        return self._settings.vllm_start_s if self._server is None else COMMAND_S
+
     def submit(self, request: GenerateRequest) -> "asyncio.Future[GenerateResult]":
         if (
             self._server is None
