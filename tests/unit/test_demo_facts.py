@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.cli.demo_facts import Facts, account, balances, rise, shortfalls, summary
-from opengyre.cli.demo_view import Shown, closing, line, panel, sparkline
+from opengyre.cli.demo_plan import DemoOptions
+from opengyre.cli.demo_view import Shown, closing, ending, line, panel, sparkline
 from opengyre.proto.base import Event
 from opengyre.proto.decision import Book, StalenessReport
 from opengyre.proto.episode import EpisodeDispatch
@@ -209,3 +210,10 @@ def test_every_view_can_be_drawn_from_nothing_and_from_everything() -> None:
 def test_a_sparkline_is_one_bar_a_value() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert len(sparkline([0.5] * 100, 10)) == 10
+
+
+def test_a_demo_that_was_stopped_says_what_there_still_is() -> None:
+    assert ending(DemoOptions(), left=False) == "stopped; nothing runs any more"
+    assert "runs/demo/state, and the same command with --keep goes on" in ending(DemoOptions(), left=True)
+    attached = ending(DemoOptions(attach="http://127.0.0.1:1"), left=False)
+    assert "the stack at http://127.0.0.1:1 goes on" in attached

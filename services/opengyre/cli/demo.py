@@ -27,7 +27,7 @@ from opengyre.cli.demo_client import Api
 from opengyre.cli.demo_driver import DemoError, Driver
 from opengyre.cli.demo_facts import shortfalls, summary
 from opengyre.cli.demo_plan import DemoOptions, run_spec, warm_start_name
-from opengyre.cli.demo_view import Shown, closing, line, panel
+from opengyre.cli.demo_view import Shown, closing, ending, line, panel
 from opengyre.cli.stack import StackError
 from opengyre.cli.up import Options, check, end_leftovers, running
 from opengyre.cli.updown import install_signals
@@ -76,23 +76,28 @@ def demo(
     )
     live = not headless and not json and console.is_terminal
     try:
-        code = asyncio.run(_until_signal(options, load(), live=live, json=json))
+        code = asyncio.run(until_signal(options, load(), live=live, json=json))
     except DemoError as error:
         sys.exit(f"gyre demo: {error}")
     raise typer.Exit(code)
 
 
-async def _until_signal(options: DemoOptions, settings: Settings, *, live: bool, json: bool) -> int:
+async def until_signal(options: DemoOptions, settings: Settings, *, live: bool, json: bool) -> int:
     stopping = asyncio.Event()
     install_signals(stopping)
-    work = asyncio.create_task(Demo(options, settings, live=live, json=json).run())
+    demo = Demo(options, settings, live=live, json=json)
+    work = asyncio.create_task(demo.run())
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     if not work.done():
-        console.print("stopping")
+        demo.stopping()
         work.cancel()
         await asyncio.wait([work])
+        if not work.cancelled() and isinstance(error := work.exception(), StackError | DemoError):
+            raise error  # on the way to its end: something may be left
+        left = not options.attach and (options.state_dir / stacks.FILE).exists()
+        console.print(ending(options, left=left), markup=False, soft_wrap=True)
         return 130
     return work.result()
 
@@ -122,6 +127,11 @@ class Demo:
             Console(highlight=False).print(closing(document))
             console.print(f"summary in {path}")
         return 0 if document["passed"] else 1
+
+    def stopping(self) -> None:
+        """Say that it ends, wherever it is."""
+        self.shown.phase = "stopping"
+        console.print("stopping, which takes some seconds; once more ends it at once")
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opengyre.cli.demo_facts import Facts, balances
+from opengyre.cli.demo_plan import DemoOptions
 from opengyre.proto.decision import Book, StalenessReport
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -111,6 +112,16 @@ def panel(shown: Shown) -> Panel:
     return Panel(
         Group(table, notes), title=f"OpenGyre demo: {shown.phase}, {shown.elapsed_s:.0f} s", title_align="left"
     )
+
+
+def ending(options: DemoOptions, *, left: bool) -> str:
+    """Of a demo that was stopped; `left`: whether there is a state that it can go on from."""
+    if options.attach:
+        return f"stopped; the stack at {options.attach} goes on, and the run with it: `gyre run stop` ends that"
+    said = "stopped; nothing runs any more"
+    if left:
+        said += f"; its state is in {options.state_dir}, and the same command with --keep goes on from there"
+    return said
 
 
 def closing(summary: dict[str, Any]) -> Table:

@@ -166,21 +166,26 @@ async def running(options: Options, settings: Settings, report: Callable[[str], 
     with Lock(state):
         stack, below, above = await asyncio.to_thread(compose, options, settings)
         await asyncio.to_thread(end_leftovers, state)
-        async with Supervisor(state / "logs", report) as supervisor:
-            supervisor.start(below)
-            await _must_run(supervisor, [program.name for program in below])
-            await _bootstrap(stack.nats, settings.bus.replicas)
-            supervisor.start(above)
-            supervisor.follow(stack.nats)
-            run = Running(stack, supervisor, [program.name for program in (*below, *above)])
-            writer = asyncio.create_task(_keep_file(run, state))
-            try:
-                yield run
-            finally:
-                writer.cancel()
-                await asyncio.wait([writer])
-        await end_sandboxes(state)
-        stacks.write(state, msgspec.structs.replace(stack, supervisor_pid=0))
+        complete = False
+        try:
+            async with Supervisor(state / "logs", report) as supervisor:
+                supervisor.start(below)
+                await _must_run(supervisor, [program.name for program in below])
+                await _bootstrap(stack.nats, settings.bus.replicas)
+                supervisor.start(above)
+                supervisor.follow(stack.nats)
+                run = Running(stack, supervisor, [program.name for program in (*below, *above)])
+                writer = asyncio.create_task(_keep_file(run, state))
+                complete = True
+                try:
+                    yield run
+                finally:
+                    writer.cancel()
+                    await asyncio.wait([writer])
+        finally:
+            if complete:  # however the block was left; a start that fails leaves what outlived a crash as it is
+                await end_sandboxes(state)
+                stacks.write(state, msgspec.structs.replace(stack, supervisor_pid=0))
 
 
 async def _must_run(supervisor: Supervisor, names: Sequence[str]) -> None:
