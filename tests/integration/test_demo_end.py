@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,25 @@ async def test_a_stack_whose_block_is_cancelled_ends_its_sandboxes_too(
 
     monkeypatch.setattr(up, "end_sandboxes", end_sandboxes)
     inside = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    write = stacks.write
+    last, written = threading.Event(), threading.Event()
+
+    def slow(directory: Path, content: Stack) -> None:
+        """Cancelled while it writes, it writes all the same."""
+        if content.supervisor_pid:
+            loop.call_soon_threadsafe(inside.set)
+            last.wait(1)
+            write(directory, content)
+            written.set()
+        else:
+            write(directory, content)
+            last.set()
+
+    monkeypatch.setattr(stacks, "write", slow)
 
     async def live() -> None:
         async with up.running(up.Options(state), Settings(), lambda _: None):
-            inside.set()
             await asyncio.Event().wait()
 
     task = asyncio.create_task(live())
@@ -105,6 +121,7 @@ async def test_a_stack_whose_block_is_cancelled_ends_its_sandboxes_too(
         await asyncio.wait([task])
     assert task.cancelled()
     assert ended == [state]
+    assert await asyncio.to_thread(written.wait, 20)
     left = stacks.read(state)
     assert left is not None
     assert left.supervisor_pid == 0

@@ -217,7 +217,12 @@ async def _keep_file(run: Running, state: Path) -> None:
             missing={name: child.missing for name, child in children.items() if child.missing is not None},
         )
         if now != written:
-            await asyncio.to_thread(stacks.write, state, now)
+            writing = asyncio.create_task(asyncio.to_thread(stacks.write, state, now))
+            try:
+                await asyncio.shield(writing)
+            finally:
+                # A thread goes on when its waiter is cancelled; the stack's last words are not to be overwritten by it.
+                await asyncio.wait([writing])
             written = now
         await run.supervisor.changed(5.0)
 
