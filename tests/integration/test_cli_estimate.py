@@ -66,7 +66,18 @@ def test_a_dry_run_says_what_eight_gpus_hold_without_the_model() -> None:
         ([("cell_gpus = 2", "cell_gpus = 1"), ("H100-80GB", "L40S-48GB")], "hardware.cell_gpus = 2 would do"),
         ([("host_gib = 512.0", "host_gib = 150.0")], "optimization.optimizer = adafactor would do"),
         ([('gpu = "H100-80GB"', 'gpu = "V1"')], "hardware.gpu is 'V1'; allowed are"),
-        ([("gpus = 8", 'gpus = "8"')], "in [hardware]: gpus is '8'; allowed: a whole number"),
+        ([("gpus = 8", 'gpus = "8"')], "hardware.gpus is '8'; allowed: a whole number from 0 up to 100000"),
+        ([("gpus = 8", "gpus = -8")], "hardware.gpus is -8; allowed: a whole number from 0 up to 100000"),
+        ([("cell_gpus = 2", "cell_gpus = 0")], "hardware.cell_gpus is 0; allowed: a whole number from 1 up to 1024"),
+        ([("host_gib = 512.0", "host_gib = -1.0")], "hardware.host_gib is -1.0; allowed: a number above 0"),
+        (
+            [("gpus = 8", "gpus = 8\ndecode_efficiency = 7.0")],
+            "hardware.decode_efficiency is 7.0; allowed: a number abo",
+        ),
+        (
+            [("train_cells = 1", "train_cells = 4")],
+            "run.elastic.train_cells is 4 and one at least has to serve, 5 toge",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_number_that_would(

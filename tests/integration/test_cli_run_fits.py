@@ -12,6 +12,7 @@ import pytest
 
 from opengyre.cli import run_fits
 from opengyre.cli import stack as stacks
+from opengyre.cli.fits import Room
 from opengyre.cli.stack import Stack
 from opengyre.cli.supervisor_plan import MARK
 from opengyre.proto import subjects
@@ -50,7 +51,7 @@ class Hosts:
         self._folder = folder
         self._running: list[asyncio.subprocess.Process] = []
 
-    async def start(self, many: int = 1, **settings: str) -> None:
+    async def start(self, many: int = 1, /, **settings: str) -> None:
         state = self._gyre.state
         environment = {"PATH": os.environ["PATH"], MARK: str(state.absolute()), **settings}
         for _ in range(many):
@@ -114,7 +115,7 @@ async def test_a_real_run_refuses_what_a_dry_run_refuses(
     gyre: Gyre, bus: Bus, hosts: Hosts, tmp_path: Path, settings: dict[str, str], sentence: str
 ) -> None:
     recipe = write_recipe(tmp_path)
-    await hosts.start(**{f"GYRE_HOST__{name}": value for name, value in {"ENGINE": "vllm", **settings}.items()})
+    await hosts.start(1, **{f"GYRE_HOST__{name}": value for name, value in {"ENGINE": "vllm", **settings}.items()})
     refusal = await gyre.refused("run", str(recipe))
     assert refusal.startswith(f"{recipe}: ")
     assert sentence in refusal
@@ -141,11 +142,11 @@ async def test_a_run_that_fits_the_stack_is_submitted_and_one_that_is_there_is_f
 ) -> None:
     recipe = write_recipe(tmp_path)
     await hosts.start(2, GYRE_HOST__ENGINE="vllm")
-    room = run_fits.Room(0, 2, 1 << 34, 1 << 34, more="gyre up --hosts")
+    room = Room(0, 2, 1 << 34, 1 << 34, more="gyre up --hosts")
     monkeypatch.setattr(run_fits, "_room", lambda *_: room)
     report = await gyre.json("run", str(recipe), "--no-follow")
     assert report["spec"]["run"] == "shell"
-    small = run_fits.Room(0, 2, 1 << 20, 1 << 20, more="gyre up --hosts")
+    small = Room(0, 2, 1 << 20, 1 << 20, more="gyre up --hosts")
     monkeypatch.setattr(run_fits, "_room", lambda *_: small)
     assert (await gyre.json("run", str(recipe), "--no-follow"))["spec"]["run"] == "shell"
 
@@ -161,3 +162,31 @@ async def test_of_a_stack_elsewhere_only_the_policys_positions_are_asked(gyre: G
     words = ("run", str(recipe), "--gateway", gyre.running.url, "--api-key", "gyre_test")
     assert "context_tokens is 512; the policy has 256 positions" in await gyre.refused_plain(*words)
     assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None
+
+
+@pytest.mark.parametrize(("cells", "refused"), [(2, True), (3, False)])
+async def test_a_split_that_leaves_no_cell_to_serve_is_refused_by_a_real_run(
+    gyre: Gyre, hosts: Hosts, tmp_path: Path, cells: int, refused: bool
+) -> None:
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(f'{recipe.read_text()}[run.elastic]\npolicy = "static"\ntrain_cells = 2\n')
+    await hosts.start(GYRE_HOST__ENGINE="emulated", GYRE_HOST__COUNT=str(cells))
+    if refused:
+        said = "run.elastic.train_cells is 2 and one at least has to serve, 3 together, but there are 2 cells"
+        assert said in await gyre.refused("run", str(recipe), "--no-follow")
+    else:
+        assert (await gyre.json("run", str(recipe), "--no-follow"))["spec"]["run"] == "shell"
+
+
+async def test_a_dry_run_says_that_a_split_needs_more_cells_than_are_assumed(
+    gyre: Gyre, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opengyre.cli.estimate.free_memory", lambda: 16 << 30)
+    recipe = write_recipe(tmp_path)
+    recipe.write_text(f'{recipe.read_text()}[run.elastic]\npolicy = "static"\ntrain_cells = 2\n')
+    facts = await gyre.json("run", str(recipe), "--dry-run")
+    (note,) = facts["estimate"]["notes"]
+    assert note.startswith(
+        "run.elastic.train_cells is 2 and one at least has to serve, 3 together, but there are 2 cells"
+    )
+    assert note.endswith(", of the cells that are assumed here; a stack needs more")

@@ -26,6 +26,7 @@ from opengyre.proto.run import RunSpec
 from opengyre.proto.task import GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, RunFinished, UpdateStats
 from opengyre.shared.bus import Bucket, Bus, read
+from opengyre.tiny.tokenizer import TinyTokenizer
 from support import eventually
 from support.foreign_tasks import harbor
 from support.gateway_cli import Gyre, gyre_on
@@ -218,6 +219,45 @@ async def test_a_chat_with_a_model_without_a_chat_template_is_refused(gyre: Gyre
     assert "the recipe is valid" in await gyre.shown("run", str(recipe), "--dry-run")
 
 
+@pytest.mark.parametrize("prompt", ["chat", "transcript"])
+async def test_a_context_that_the_prompt_exceeds_is_refused(gyre: Gyre, bus: Bus, tmp_path: Path, prompt: str) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name, words in (("a", 30), ("b", 60)):
+        (tasks / f"{name}.json").write_text(
+            json.dumps({**examples.TASK_IN, "task": name, "instruction": "abc " * words})
+        )
+    recipe = write_recipe(tmp_path, 'path = "tasks"')
+    model = tmp_path / "model"
+    (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    TinyTokenizer.train(["abc"], 262).save(model)
+    text = recipe.read_text()
+
+    def within(context: int) -> None:
+        recipe.write_text(f'{text}[run.harness]\nprompt = "{prompt}"\ncontext_tokens = {context}\nmax_tokens = 1\n')
+
+    within(8)
+    refusal = await gyre.refused("run", str(recipe), "--dry-run")
+    assert "run.harness.context_tokens is 8; the shortest prompt has " in refusal
+    assert await gyre.refused("run", str(recipe)) == refusal
+    assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "nothing was submitted"
+    least = int(refusal.rpartition(" ")[2])
+    within(least - 1)
+    assert await gyre.refused("run", str(recipe), "--dry-run")
+    within(least)
+    facts = await gyre.json("run", str(recipe), "--dry-run")
+    assert f"run.harness.context_tokens is {least} and the longest prompt has " in facts["notes"][0]
+    within(512)
+    assert (await gyre.json("run", str(recipe), "--dry-run"))["notes"] == []
+
+
+async def test_a_dry_run_with_too_few_tasks_is_valid_and_says_so(gyre: Gyre, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, 'generator = "shelltasks"\ncount = 1')
+    said = await gyre.shown("run", str(recipe), "--dry-run")
+    assert "the tasks make 1 groups and the updates take 4: the run waits for more tasks then" in said
+    assert said.endswith("the recipe is valid; nothing was started\n")
+
+
 async def test_a_recipe_is_run_and_followed_until_it_is_finished(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     facts = await gyre.json("run", str(recipe), "--dry-run")
@@ -336,7 +376,20 @@ def test_a_recipe_evaluates_the_first_policy_the_last_one_and_some_between(tmp_p
         (("[tasks]", "[harness]\nmax_turns = 9\n[tasks]"), r"unknown table harness; did you mean run\.harness\?"),
         (("updates", "update"), r"unknown field run\.update; allowed here: run, model"),
         (("batch_groups", "groups"), r"unknown field run\.dispatch\.groups; allowed here: phi"),
-        (("updates = 2", "updates = 0"), "updates is 0; allowed are values from 1"),
+        (("updates = 2", "updates = 0"), r"run\.updates is 0; allowed are values from 1"),
+        (("updates = 2", "updates = -1"), r"run\.updates is -1; allowed are values from 1"),
+        (("updates = 2", "updates = '2'"), r"run\.updates is '2'; allowed: a whole number$"),
+        (('run = "shell"\n', ""), r"run\.run is missing; allowed: text$"),
+        (('"shell"\n', '"she-ll"\n'), r"run\.run 'she-ll' is not allowed"),
+        (
+            ("[tasks]", "[run.harness.branching]\n[tasks]"),
+            r"run\.harness\.branching\.turn is missing; allowed: a whole",
+        ),
+        (
+            ("[tasks]", "[[run.harness.shots]]\ntask = 3\n[tasks]"),
+            r"run\.harness\.shots\[0\]\.task is 3; allowed: text$",
+        ),
+        (("count = 6", "count = 'x'"), r"tasks\.count is 'x'; allowed: a whole number$"),
         (('"shelltasks"', '"bla"'), r"tasks\.generator is 'bla'; allowed is 'shelltasks'"),
         (('"model"', '"absent"'), r"run\.model is 'absent' and .* is no directory"),
         (('generator = "shelltasks"', ""), "either path or generator"),

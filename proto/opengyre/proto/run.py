@@ -371,6 +371,8 @@ def validate(spec: RunSpec) -> RunSpec:
     naming the first that is not."""
     d, h, o, e = spec.dispatch, spec.harness, spec.optimization, spec.elastic
     ranges: tuple[tuple[str, float, float, float], ...] = (
+        # The range of others ends at it.
+        ("updates", spec.updates if spec.updates is not None else 1, 1, 10_000_000),
         ("dispatch.phi", d.phi, 0, 64),
         ("dispatch.mu", d.mu, 1, 64),
         ("dispatch.batch_groups", d.batch_groups, 1, 4096),
@@ -425,7 +427,6 @@ def validate(spec: RunSpec) -> RunSpec:
         *_optional("elastic.max_train_cells", e.max_train_cells, max(1, e.min_train_cells), 10_000),
         *_optional("elastic.switch_s", e.switch_s, 0, 86_400),
         *_optional("elastic.grain", e.grain, 1, d.group_size),
-        ("updates", spec.updates if spec.updates is not None else 1, 1, 10_000_000),
     )
     for name, value, low, high in ranges:
         if not low <= value <= high:

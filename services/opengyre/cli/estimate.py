@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from opengyre.cli.fits import Room, Serving, fitting
+from opengyre.cli.fits import Room, Serving, check_cells, fitting
 from opengyre.cli.recipe import Plan
 from opengyre.cli.task_files import TaskFileError
+from opengyre.elastic.explain import unfit
 from opengyre.host.vllm_machine import free_memory
 from opengyre.host.vllm_plan import BYTES, CANARY_NATS, Facts, facts_of
 from opengyre.policy.directory import read_config, read_json, tiny_config
@@ -51,11 +52,13 @@ def estimated(recipe: Path, found: Plan, host: HostSettings, hardware: Hardware 
     """None where nothing is known of the policy's shape: its directory is elsewhere, or its family is not counted.
     Raises `TaskFileError`."""
     try:
+        machine = machine_of(hardware or Hardware(), cores=os.cpu_count() or 1, free_bytes=free_memory())
+        if hardware is not None:
+            check_cells(found.run, machine.cells)
         known = _known(recipe, found.run, hardware)
         if known is None:
             return None
         facts, shape, tiny = known
-        machine = machine_of(hardware or Hardware(), cores=os.cpu_count() or 1, free_bytes=free_memory())
         return _estimate(found.run, facts, shape, _engine(host, machine, tiny), machine)
     except (ModelDirectoryError, HardwareError) as error:
         raise TaskFileError(f"{recipe}: {error}") from error
@@ -123,20 +126,22 @@ def _estimate(spec: RunSpec, facts: Facts, shape: Shape, host: HostSettings, mac
         sampled_tokens=load.sampled,
         times=found,
         assumptions=_assumptions(machine, load),
-        notes=_notes(spec, serving.dtype),
+        notes=_notes(spec, serving.dtype, machine.cells),
     )
 
 
-def _notes(spec: RunSpec, dtype: str) -> tuple[str, ...]:
-    """Of a 16-bit engine beside the trainer's float32."""
+def _notes(spec: RunSpec, dtype: str, cells: int) -> tuple[str, ...]:
+    """Of a division that needs more cells than are assumed, and of a 16-bit engine beside the trainer's float32."""
+    fault = unfit(spec.elastic, cells)
+    found = () if fault is None else (f"run.{fault}, of the cells that are assumed here; a stack needs more",)
     bound = CANARY_NATS[dtype]
     if bound <= spec.optimization.logprob_gap_alarm:
-        return ()
+        return found
     sentence = (
         f"engines serve in {dtype} and cells train in float32: log-probs may be up to about {bound:g} nats apart, and "
         f"optimization.logprob_gap_alarm is {spec.optimization.logprob_gap_alarm:g}; {bound:g} is quiet"
     )
-    return (sentence,)
+    return (*found, sentence)
 
 
 def _assumptions(machine: Machine, load: Load) -> tuple[str, ...]:

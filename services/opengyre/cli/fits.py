@@ -8,6 +8,7 @@ from typing import Final, Self
 
 import msgspec
 
+from opengyre.elastic.explain import unfit
 from opengyre.host.vllm_plan import BYTES, OVERHEAD_BYTES, Facts, plan
 from opengyre.proto.run import RunSpec
 from opengyre.shared.settings import HostSettings
@@ -70,6 +71,12 @@ def fitting(spec: RunSpec, facts: Facts, shape: Shape, host: HostSettings, room:
     trainer = memory.trainer(shape, spec.optimization.optimizer)
     _check(spec, shape, host, room, serving, training, trainer)
     return Fit(serving=serving, training=training, trainer=trainer)
+
+
+def check_cells(spec: RunSpec, cells: int) -> None:
+    """Raise `ModelDirectoryError` where so many cells cannot be divided as the run says."""
+    if (fault := unfit(spec.elastic, cells)) is not None:
+        raise ModelDirectoryError(f"run.{fault}")
 
 
 def check_positions(spec: RunSpec, positions: int) -> None:

@@ -18,15 +18,15 @@ every = 8                  # updates between two evaluations; the first policy a
 gpus = 8
 """
 
-import re
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from opengyre.cli.task_files import TaskFileError, known, load_tasks
+from opengyre.cli.wrong import wrong_type
 from opengyre.proto.ids import BadIdentifierError, check_run
 from opengyre.proto.run import (
     Branching,
@@ -145,7 +145,7 @@ def _hardware(path: Path, table: Any) -> Hardware:
     try:
         return msgspec.convert(table, Hardware)
     except msgspec.ValidationError as error:
-        raise TaskFileError(f"{path}: in [hardware]: {wrong_type(error, table, Hardware)}") from error
+        raise TaskFileError(f"{path}: {wrong_type(error, table, Hardware, 'hardware.')}") from error
 
 
 def _run(path: Path, table: Any, needed: bool) -> RunSpec:
@@ -170,35 +170,15 @@ def _run(path: Path, table: Any, needed: bool) -> RunSpec:
         spec = validate(msgspec.convert(table, RunSpec))
         check_run(spec.run)
     except msgspec.ValidationError as error:
-        raise TaskFileError(f"{path}: in [run]: {wrong_type(error, table, RunSpec)}") from error
-    except (InvalidRunError, BadIdentifierError) as error:
-        raise TaskFileError(f"{path}: in [run]: {error}") from error
+        raise TaskFileError(f"{path}: {wrong_type(error, table, RunSpec, 'run.')}") from error
+    except (InvalidRunError, BadIdentifierError) as error:  # each begins with the field
+        raise TaskFileError(f"{path}: run.{error}") from error
     if Path(spec.model).is_absolute():
         return spec  # it may be on the trainer's machine only
     model = path.parent / spec.model
     if not model.is_dir() and needed:
         raise TaskFileError(f"{path}: run.model is {spec.model!r} and {model} is no directory; it holds a policy")
     return msgspec.structs.replace(spec, model=str(model.resolve()))
-
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
-
-
-def wrong_type(error: msgspec.ValidationError, table: Any, kind: type[Any]) -> str:
-    """What is wrong with a value whose type is not its field's: the field, the value, what is allowed."""
-    place = re.search(r"`\$\.([\w.]+)`", str(error))
-    if place is None:
-        return str(error)
-    value: Any = table
-    hint: Any = kind
-    for name in place[1].split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-        # Of a table that may be left out, the table.
-        tables = [part for part in (get_args(hint) or (hint,)) if isinstance(part, type) and part is not type(None)]
-        hint = get_type_hints(tables[0]).get(name) if tables else None
-    options = [option for part in (get_args(hint) or (hint,)) for option in (get_args(part) or (part,))]
-    allowed = ", ".join(KINDS.get(option, repr(option)) for option in options if option is not type(None))
-    return f"{place[1]} is {value!r}; allowed: {allowed}"
 
 
 def _tasks(path: Path, table: Any) -> tuple[TaskSpec, ...]:
@@ -214,7 +194,7 @@ def _source(path: Path, name: str, table: dict[str, Any], kind: type[S]) -> S:
     try:
         source = msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        raise TaskFileError(f"{path}: in [{name}]: {error}") from error
+        raise TaskFileError(f"{path}: {wrong_type(error, table, kind, f'{name}.')}") from error
     if (source.path is None) == (source.generator is None):
         raise TaskFileError(f"{path}: [{name}] names either path or generator, and one of them only")
     return source

@@ -23,6 +23,7 @@ from opengyre.cli.client import (
 )
 from opengyre.cli.estimate import Estimate, estimated
 from opengyre.cli.estimate_view import shown
+from opengyre.cli.prompts import check_prompts
 from opengyre.cli.recipe import Plan, read_recipe
 from opengyre.cli.run_fits import check_fits
 from opengyre.cli.run_follow import follow as follow_run
@@ -76,8 +77,9 @@ def run(
     """
     plan = read_recipe(recipe, dry=dry_run)
     check_model(recipe, plan)
+    tight = check_prompts(recipe, plan)
     if dry_run:
-        _explain(plan, estimated(recipe, plan, load().host, plan.hardware), json)
+        _explain(plan, estimated(recipe, plan, load().host, plan.hardware), tight, json)
         return
     api = connect(gateway, api_key, state_dir)
     _check_fits(recipe, plan, api, None if gateway else stacks.read((state_dir or load().state_dir).absolute()))
@@ -87,8 +89,9 @@ def run(
     try:
         # Those that evaluate first: the first policy is evaluated before it has been trained.
         send(api, [*plan.evaluation, *plan.tasks], plan.run.run)
-        if (lack := lacking(plan)) is not None:
-            errors.print(lack)
+        for said in (tight, lacking(plan)):
+            if said is not None:
+                errors.print(said)
         if follow:
             follow_run(api, plan, json)
             return
@@ -143,7 +146,7 @@ def lacking(plan: Plan) -> str | None:
     return f"the tasks make {plan.groups} groups and the updates take {needed}: the run waits for more tasks then"
 
 
-def _explain(plan: Plan, estimate: Estimate | None, json: bool) -> None:
+def _explain(plan: Plan, estimate: Estimate | None, tight: str | None, json: bool) -> None:
     there = Path(plan.run.model).is_dir()
     facts = {
         "run": msgspec.to_builtins(plan.run),
@@ -155,6 +158,7 @@ def _explain(plan: Plan, estimate: Estimate | None, json: bool) -> None:
         "predicted_staleness": plan.predicted_staleness,
         "own_turns": plan.own_turns,
         "model_is_here": there,
+        "notes": [said for said in (tight, lacking(plan)) if said is not None],
         "estimate": estimate and msgspec.to_builtins(estimate),
     }
     if json:
@@ -192,4 +196,7 @@ def _explain(plan: Plan, estimate: Estimate | None, json: bool) -> None:
         )
     elif estimate is None:
         console.print("memory and time are not worked out for this family of models")
-    console.print(lacking(plan) or "the recipe is valid; nothing was started")
+    for said in (tight, lacking(plan)):
+        if said is not None:
+            console.print(said, soft_wrap=True)
+    console.print("the recipe is valid; nothing was started")

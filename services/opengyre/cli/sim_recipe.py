@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from opengyre.cli.recipe import wrong_type
 from opengyre.cli.stack import StackError
+from opengyre.cli.wrong import wrong_type
 from opengyre.proto.run import Dispatch, Elastic, InvalidRunError, RunSpec, validate
 from opengyre.sim.workload import PAPER, Workload
 

@@ -5,7 +5,7 @@ Nothing of a template is run here.
 
 import importlib.util
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from opengyre.policy.directory import TOKENIZER_FILE, read_json
 from opengyre.tiny.config import ModelDirectoryError
@@ -54,7 +54,7 @@ def check_template(directory: Path) -> None:
     class Generation(Extension):
         """`{% generation %}`, by which templates of `transformers` mark what the assistant says."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a variable of instances
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)
