@@ -1,21 +1,24 @@
-"""`gyre demo` before a terminal, interrupted: phases of ours in the stack's place, which take their time to end."""
+"""`gyre demo` and its stack, interrupted: phases of ours in their place, which take their time to end."""
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
-from opengyre.cli import demo, up
+from opengyre.cli import demo, supervisor, up
 from opengyre.cli import stack as stacks
 from opengyre.cli.demo import Demo, until_signal
 from opengyre.cli.demo_plan import DemoOptions
 from opengyre.cli.stack import Stack, StackError
+from opengyre.cli.supervisor import Supervisor
 from opengyre.shared.settings import Settings
 
 TITLE = "OpenGyre demo: "
@@ -125,3 +128,46 @@ async def test_a_stack_whose_block_is_cancelled_ends_its_sandboxes_too(
     left = stacks.read(state)
     assert left is not None
     assert left.supervisor_pid == 0
+
+
+class Losing:
+    """A connection whose making loses its cancellation, as `asyncio.wait_for` of Python 3.11 may."""
+
+    def __init__(self, connecting: asyncio.Event) -> None:
+        self.lost = asyncio.Event()
+        self.connected = False
+        self._connecting = connecting
+
+    async def __aenter__(self) -> "Losing":
+        self._connecting.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        pass
+
+
+class Empty:
+    """A bucket in which nothing is and nothing comes."""
+
+    values: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @contextlib.asynccontextmanager
+    async def view(self) -> AsyncIterator["Empty"]:
+        yield self
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s / 100)
+
+
+async def test_a_stack_that_is_stopped_while_it_connects_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    connecting = asyncio.Event()
+    monkeypatch.setattr(supervisor, "Bus", lambda *_: Losing(connecting))
+    monkeypatch.setattr(supervisor, "Bucket", Empty)
+    async with asyncio.timeout(10), Supervisor(tmp_path, lambda _: None) as running:
+        running.follow("nats://127.0.0.1:1")
+        await connecting.wait()

@@ -60,6 +60,7 @@ class Supervisor:
         self._tasks = asyncio.TaskGroup()
         self._changed = asyncio.Event()
         self._helpers: list[asyncio.Task[None]] = []
+        self._stopping = False
         self.children: dict[str, Child] = {}
 
     async def __aenter__(self) -> "Supervisor":
@@ -119,6 +120,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop everything in the order of the stages; each has its bound, then it is killed."""
+        self._stopping = True
         for helper in self._helpers:  # before the broker goes that they are connected to
             helper.cancel()
         for stage in stages([child.program for child in self.children.values()]):
@@ -207,13 +209,14 @@ class Supervisor:
     # -- signs of life
 
     async def _follow_statuses(self, url: str) -> None:
-        while True:
+        # Python 3.11's `wait_for`, which connecting is done with, may lose a cancellation that comes with its answer.
+        while not self._stopping:
             try:
                 async with (
                     Bus(url, "supervisor") as bus,
                     Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as view,
                 ):
-                    while not bus.lost.is_set():
+                    while not (bus.lost.is_set() or self._stopping):
                         self._take(list(view.values.values()), broker=bus.connected)
                         await view.changed(1.0)
             except* (BusError, OSError, TimeoutError) as errors:
