@@ -116,7 +116,7 @@ async def test_a_real_run_refuses_what_a_dry_run_refuses(
 ) -> None:
     recipe = write_recipe(tmp_path)
     await hosts.start(1, **{f"GYRE_HOST__{name}": value for name, value in {"ENGINE": "vllm", **settings}.items()})
-    refusal = await gyre.refused("run", str(recipe))
+    refusal = await gyre.refused("run", str(recipe), "--no-follow")
     assert refusal.startswith(f"{recipe}: ")
     assert sentence in refusal
     assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "nothing was submitted"
@@ -130,7 +130,7 @@ async def test_a_real_run_asks_the_settings_file_that_the_hosts_read(
     (tmp_path / "where-the-stack-was-started" / "gyre.toml").write_text("[host]\nvllm_context = 9000\n")
     monkeypatch.chdir(tmp_path)
     await hosts.start(GYRE_HOST__ENGINE="vllm")
-    assert "host.vllm_context is 9000" in await gyre.refused("run", str(recipe))
+    assert "host.vllm_context is 9000" in await gyre.refused("run", str(recipe), "--no-follow")
     (tmp_path / "where-the-stack-was-started" / "gyre.toml").unlink()
     found = run_fits.host_settings(hosts.stack)
     assert found is not None
@@ -159,7 +159,7 @@ async def test_memory_that_the_stack_holds_counts_as_free_for_its_run(gyre: Gyre
 
 async def test_of_a_stack_elsewhere_only_the_policys_positions_are_asked(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, max_position_embeddings=256)
-    words = ("run", str(recipe), "--gateway", gyre.running.url, "--api-key", "gyre_test")
+    words = ("run", str(recipe), "--no-follow", "--gateway", gyre.running.url, "--api-key", "gyre_test")
     assert "context_tokens is 512; the policy has 256 positions" in await gyre.refused_plain(*words)
     assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None
 
