@@ -23,7 +23,7 @@ def test_an_engine_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch, t
         woken.append(directory)
         raise EngineError("it does not like this model")
 
-    monkeypatch.setattr(bench_engine, "interpreter", lambda _: "python")
+    monkeypatch.setattr(bench_engine, "checked_interpreter", lambda _: "python")
     monkeypatch.setattr(VllmEngine, "wake", wake)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     done = CliRunner().invoke(app, ["bench", "engine"])
