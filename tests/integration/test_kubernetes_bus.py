@@ -74,6 +74,7 @@ async def test_three_brokers_keep_what_one_of_them_loses_and_refuse_what_is_not_
             await client.flush()
         finally:
             await client.close()
+
         def refused() -> bool:
             said = "\n".join(three.violations())
             return all(f'"{subject}"' in said for subject in (*tried, subjects.rpc("sandbox", "*", "*")))
