@@ -18,7 +18,8 @@ from rich.table import Table
 from opengyre.cli.bench_engine_facts import Facts, Range, facts
 from opengyre.cli.bench_engine_life import FURTHER, Prompts, live
 from opengyre.cli.bench_model import write_policy
-from opengyre.cli.client import JsonOption, console, errors, number, show_json
+from opengyre.cli.bench_options import tell, until_signal
+from opengyre.cli.client import JsonOption, console, errors, number
 from opengyre.cli.stack import StackError
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_plan import facts_of
@@ -76,20 +77,14 @@ def engine(
             describe(model)
             facts_of(model)
         with tempfile.TemporaryDirectory(prefix="gyre-bench-engine-") as folder:
-            found = asyncio.run(_measure(settings, model, Path(folder), rounds, prompt, pairs, calls))
+            found = until_signal(_measure(settings, model, Path(folder), rounds, prompt, pairs, calls))
     except ModelDirectoryError as error:
         raise StackError(f"--model: {error}" if model is not None else str(error)) from error
     except EngineError as error:
         raise StackError(str(error)) from error
     except TimeoutError as error:
         raise StackError("a call had no token within ten minutes") from error
-    except KeyboardInterrupt:
-        errors.print("stopped; nothing runs any more")
-        raise typer.Exit(130) from None
-    if json:
-        show_json(found)
-    else:
-        _show(found)
+    tell(found, json, _show)
 
 
 async def _measure(
