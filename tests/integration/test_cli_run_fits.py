@@ -13,18 +13,18 @@ import pytest
 from opengyre.cli import run_fits
 from opengyre.cli import stack as stacks
 from opengyre.cli.fits import Room
-from opengyre.cli.stack import Stack
 from opengyre.cli.supervisor_plan import MARK
+from opengyre.cli.up import Options, compose
 from opengyre.proto import subjects
 from opengyre.proto.run import RunSpec
 from opengyre.shared.bus import Bucket, Bus
+from opengyre.shared.settings import HostSettings, load
 from support.gateway_cli import Gyre, gyre_on
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 8, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 8192, "torch_dtype": "float32",
 }  # fmt: skip
-STAYS = "import sys; print(flush=True); sys.stdin.read()"
 
 
 def write_recipe(folder: Path, **changes: object) -> Path:
@@ -43,57 +43,18 @@ def write_recipe(folder: Path, **changes: object) -> Path:
     return recipe
 
 
-class Hosts:
-    """Processes with the environment of a stack's hosts, in a folder of their own; they end with the test."""
-
-    def __init__(self, gyre: Gyre, folder: Path) -> None:
-        self._gyre = gyre
-        self._folder = folder
-        self._running: list[asyncio.subprocess.Process] = []
-
-    async def start(self, many: int = 1, /, **settings: str) -> None:
-        state = self._gyre.state
-        environment = {"PATH": os.environ["PATH"], MARK: str(state.absolute()), **settings}
-        for _ in range(many):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", STAYS, cwd=self._folder, env=environment,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            self._running.append(process)
-            assert process.stdout is not None
-            await asyncio.wait_for(process.stdout.readline(), 30)
-        there = stacks.read(state)
-        assert there is not None
-        pids = {f"host{number}": process.pid for number, process in enumerate(self._running)}
-        stacks.write(state, msgspec.structs.replace(there, processes={"gateway": os.getpid(), **pids}))
-
-    async def end(self) -> None:
-        for process in self._running:
-            process.kill()
-            await process.wait()
-
-    @property
-    def stack(self) -> Stack:
-        there = stacks.read(self._gyre.state)
-        assert there is not None
-        return there
+def hosts(gyre: Gyre, many: int, /, **settings: str) -> None:
+    """Have the stack say that it has so many hosts with these settings."""
+    there = stacks.read(gyre.state)
+    assert there is not None
+    host = load(Path(os.devnull), {f"GYRE_HOST__{name}": value for name, value in settings.items()}).host
+    stacks.write(gyre.state, msgspec.structs.replace(there, cells=many, host=host.model_dump(mode="json")))
 
 
 @pytest.fixture
 async def gyre(bus: Bus, tmp_path: Path) -> AsyncIterator[Gyre]:
     async with gyre_on(bus, tmp_path) as made:
         yield made
-
-
-@pytest.fixture
-async def hosts(gyre: Gyre, tmp_path: Path) -> AsyncIterator[Hosts]:
-    folder = tmp_path / "where-the-stack-was-started"
-    folder.mkdir()
-    made = Hosts(gyre, folder)
-    try:
-        yield made
-    finally:
-        await made.end()
 
 
 @pytest.fixture(autouse=True)
@@ -112,36 +73,34 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_a_real_run_refuses_what_a_dry_run_refuses(
-    gyre: Gyre, bus: Bus, hosts: Hosts, tmp_path: Path, settings: dict[str, str], sentence: str
+    gyre: Gyre, bus: Bus, tmp_path: Path, settings: dict[str, str], sentence: str
 ) -> None:
     recipe = write_recipe(tmp_path)
-    await hosts.start(1, **{f"GYRE_HOST__{name}": value for name, value in {"ENGINE": "vllm", **settings}.items()})
+    hosts(gyre, 1, **{"ENGINE": "vllm", **settings})
     refusal = await gyre.refused("run", str(recipe), "--no-follow")
     assert refusal.startswith(f"{recipe}: ")
     assert sentence in refusal
     assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "nothing was submitted"
 
 
-async def test_a_real_run_asks_the_settings_file_that_the_hosts_read(
-    gyre: Gyre, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = write_recipe(tmp_path)
-    (tmp_path / "gyre.toml").write_text("[host]\nvllm_context = 16\n")
-    (tmp_path / "where-the-stack-was-started" / "gyre.toml").write_text("[host]\nvllm_context = 9000\n")
+def test_a_stack_says_what_its_hosts_are_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file where it is started, what the environment says, and what `gyre up` itself sets."""
+    (tmp_path / "gyre.toml").write_text("[host]\nchunk = 77\nvllm_context = 9000\n")
     monkeypatch.chdir(tmp_path)
-    await hosts.start(GYRE_HOST__ENGINE="vllm")
-    assert "host.vllm_context is 9000" in await gyre.refused("run", str(recipe), "--no-follow")
-    (tmp_path / "where-the-stack-was-started" / "gyre.toml").unlink()
-    found = run_fits.host_settings(hosts.stack)
-    assert found is not None
-    assert found.vllm_context == 2048, "a file where the run is asked for is not the stack's"
+    monkeypatch.setenv("GYRE_HOST__VLLM_CONTEXT", "4000")
+    options = Options(tmp_path / "state", hosts=3, engine="emulated", environment={"GYRE_HOST__CAPACITY": "5"})
+    stack, _, _ = compose(options, load())
+    assert stack.cells == 3
+    assert stack.host is not None
+    host = HostSettings.model_validate(stack.host)
+    assert (host.engine, host.chunk, host.vllm_context, host.capacity) == ("emulated", 77, 4000, 5)
 
 
 async def test_a_run_that_fits_the_stack_is_submitted_and_one_that_is_there_is_followed(
-    gyre: Gyre, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gyre: Gyre, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write_recipe(tmp_path)
-    await hosts.start(2, GYRE_HOST__ENGINE="vllm")
+    hosts(gyre, 2, ENGINE="vllm")
     room = Room(0, 2, 1 << 34, 1 << 34, more="gyre up --hosts")
     monkeypatch.setattr(run_fits, "_room", lambda *_: room)
     report = await gyre.json("run", str(recipe), "--no-follow")
@@ -151,10 +110,19 @@ async def test_a_run_that_fits_the_stack_is_submitted_and_one_that_is_there_is_f
     assert (await gyre.json("run", str(recipe), "--no-follow"))["spec"]["run"] == "shell"
 
 
-async def test_memory_that_the_stack_holds_counts_as_free_for_its_run(gyre: Gyre, hosts: Hosts) -> None:
-    assert run_fits.held(gyre.state) == 0
-    await hosts.start()
-    assert 1 << 20 < run_fits.held(gyre.state) < 1 << 30
+async def test_memory_that_the_stack_holds_counts_as_free_for_its_run(tmp_path: Path) -> None:
+    assert run_fits.held(tmp_path) == 0
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", env={MARK: str(tmp_path)},
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        await asyncio.wait_for(process.stdout.readline(), 30)
+        assert 1 << 20 < run_fits.held(tmp_path) < 1 << 30
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def test_of_a_stack_elsewhere_only_the_policys_positions_are_asked(gyre: Gyre, bus: Bus, tmp_path: Path) -> None:
@@ -166,11 +134,11 @@ async def test_of_a_stack_elsewhere_only_the_policys_positions_are_asked(gyre: G
 
 @pytest.mark.parametrize(("cells", "refused"), [(2, True), (3, False)])
 async def test_a_split_that_leaves_no_cell_to_serve_is_refused_by_a_real_run(
-    gyre: Gyre, hosts: Hosts, tmp_path: Path, cells: int, refused: bool
+    gyre: Gyre, tmp_path: Path, cells: int, refused: bool
 ) -> None:
     recipe = write_recipe(tmp_path)
     recipe.write_text(f'{recipe.read_text()}[run.elastic]\npolicy = "static"\ntrain_cells = 2\n')
-    await hosts.start(GYRE_HOST__ENGINE="emulated", GYRE_HOST__COUNT=str(cells))
+    hosts(gyre, cells, ENGINE="emulated")
     if refused:
         said = "run.elastic.train_cells is 2 and one at least has to serve, 3 together, but there are 2 cells"
         assert said in await gyre.refused("run", str(recipe), "--no-follow")

@@ -7,9 +7,7 @@ call is no longer than the policy has positions. Without a policy's directory he
 
 import os
 from pathlib import Path
-from typing import Final
 
-from opengyre.cli import stack as stacks
 from opengyre.cli.fits import UNBOUNDED, Room, check_cells, check_positions, fitting, serving_of
 from opengyre.cli.recipe import Plan
 from opengyre.cli.stack import Stack
@@ -18,20 +16,18 @@ from opengyre.cli.task_files import TaskFileError
 from opengyre.host.vllm_machine import free_memory, gpus_of
 from opengyre.host.vllm_plan import facts_of
 from opengyre.policy.directory import read_config, tiny_config
-from opengyre.shared.settings import HostSettings, load
+from opengyre.shared.settings import HostSettings
 from opengyre.sizing.shape import FAMILIES, shape_of
 from opengyre.tiny.config import ModelDirectoryError, TinyConfig
-
-HOST: Final = "host"
 
 
 def check_fits(recipe: Path, found: Plan, stack: Stack | None) -> None:
     """Raise `TaskFileError`, one sentence, for a run that `stack` cannot do; None: a stack that is elsewhere."""
     directory = Path(found.run.model)
-    host = None if stack is None else host_settings(stack)
+    host = None if stack is None or stack.host is None else HostSettings.model_validate(stack.host)
     try:
         if stack is not None and host is not None and host.cell is None:
-            check_cells(found.run, _cells(stack))
+            check_cells(found.run, stack.cells)
         if not directory.is_dir():
             return
         if stack is None or host is None:
@@ -72,52 +68,10 @@ def _check_here(found: Plan, directory: Path, host: HostSettings, stack: Stack) 
 
 def _room(stack: Stack, gpus: int) -> Room:
     """With GPUs memory is not looked at: an engine that runs holds it, and each host asks its own when it starts."""
-    cells = _cells(stack)
     if gpus:
-        return Room(gpus, cells, UNBOUNDED, None)
+        return Room(gpus, stack.cells, UNBOUNDED, None)
     memory = free_memory() + held(Path(stack.state_dir))
-    return Room(0, cells, memory, memory, more="gyre up --hosts")
-
-
-def _cells(stack: Stack) -> int:
-    """Each host is one; those that are about to start count."""
-    starting = [name for name in stack.missing if _is_host(name) and name not in stack.processes]
-    counts = [int(_environment(pid).get("GYRE_HOST__COUNT", "1")) for pid in _hosts(stack)]
-    return sum(counts) + len(starting) * max(counts, default=1)
-
-
-def _is_host(name: str) -> bool:
-    return name.startswith(HOST) and name.removeprefix(HOST).isdigit()
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """Of a process; empty where it has just ended."""
-    try:
-        lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
-    except OSError:
-        return {}
-    return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
-def _hosts(stack: Stack) -> list[int]:
-    """Process ids of the stack's hosts."""
-    directory = Path(stack.state_dir)
-    return [pid for name, pid in stack.processes.items() if _is_host(name) and stacks.belongs(pid, directory)]
-
-
-def host_settings(stack: Stack) -> HostSettings | None:
-    """The settings in force in the stack's hosts, which are alike; None where no host runs. Raises `SettingsError`."""
-    for pid in _hosts(stack):
-        try:
-            folder = Path(f"/proc/{pid}/cwd").readlink()
-        except OSError:
-            continue  # it has just ended
-        environment = _environment(pid)
-        named = environment.get("GYRE_CONFIG")
-        file = folder / (named or "gyre.toml")
-        # Without a file of its own the one where this is asked does not hold either.
-        return load(file if named or file.is_file() else Path(os.devnull), environment).host
-    return None
+    return Room(0, stack.cells, memory, memory, more="gyre up --hosts")
 
 
 def held(state_dir: Path) -> int:

@@ -11,7 +11,7 @@ import os
 import secrets
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -61,6 +61,9 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """0 after the stack was stopped."""
     state_dir: str
     """Absolute."""
+    cells: int = 0
+    host: dict[str, Any] | None = None
+    """The settings that its hosts were started with, which are alike but for names and counts."""
     processes: dict[str, int] = {}
     """Name -> process id, of those that run."""
     ready: bool = False

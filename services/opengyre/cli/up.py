@@ -30,7 +30,7 @@ from opengyre.sandbox.core import InfraError
 from opengyre.sandbox.machine import find_bwrap
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
-from opengyre.shared.settings import Settings, is_set
+from opengyre.shared.settings import Settings, is_set, load
 from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 
 BROKER_S = 20.0
@@ -142,17 +142,22 @@ def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program],
         below.append(Program("valkey", command, environment, ready="port", port=port, stop_s=5))
     wished = options.port or settings.http.port
     gateway_port = wished or _keep(before.gateway if before else None)
+    key = _key(settings, before)
+    addresses = Addresses(nats, valkey, gateway_port, key, state, options.environment)
+    above = list(services(addresses, Fleet(options.hosts, options.engine, options.host_processes)))
+    # As a host itself will read them: the last program is one.
+    host = load(environment={**os.environ, **above[-1].environment}).host
     stack = Stack(
         nats=nats,
         valkey=valkey,
         gateway=f"http://127.0.0.1:{gateway_port}",
-        api_key=_key(settings, before),
+        api_key=key,
         state_dir=str(state),
+        cells=options.hosts,
+        host=host.model_dump(mode="json"),
         supervisor_pid=os.getpid(),
     )
-    addresses = Addresses(nats, valkey, gateway_port, stack.api_key, state, options.environment)
-    fleet = Fleet(options.hosts, options.engine, options.host_processes)
-    return stack, below, list(services(addresses, fleet))
+    return stack, below, above
 
 
 @contextlib.asynccontextmanager
