@@ -149,7 +149,9 @@ def is_own(address: Address) -> bool:
 
 async def _event(connection: h11.Connection, reader: Reader) -> h11.Event | type[h11.PAUSED]:
     while (event := connection.next_event()) is h11.NEED_DATA:
-        connection.receive_data(await reader.read(CHUNK))
+        # h11 bounds only what is incomplete, so what completes a head may not bring more than the bound at once.
+        held = len(connection.trailing_data[0])
+        connection.receive_data(await reader.read(HEAD_LIMIT + 1 - held))
     assert event is not h11.NEED_DATA
     return event  # type: ignore[return-value]  # the one that it is not was asked for again
 
