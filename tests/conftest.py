@@ -28,8 +28,12 @@ settings.register_profile("shared", deadline=None, database=None, print_blob=Tru
 settings.load_profile("shared")
 
 
+START_S = 60.0
+"""A server is there in a moment, unless the machine is busy."""
+
+
 class Process:
-    """A program that a test starts, kills, freezes and starts again on the same port."""
+    """A program that a test starts, kills, freezes and starts again on the same port, which is held for it."""
 
     def __init__(self, command: list[str], port: int, log: Path) -> None:
         self.command = command
@@ -40,7 +44,7 @@ class Process:
     def start(self) -> None:
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
                 return
@@ -56,7 +60,7 @@ class Process:
         """kill -9, and wait for it to be gone."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(START_S)
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -68,28 +72,28 @@ class Process:
 
 
 class NatsServer(Process):
-    def __init__(self, folder: Path) -> None:
-        port = embedded.free_port()
+    def __init__(self, folder: Path, port: int) -> None:
         super().__init__(embedded.nats_command(folder, port), port, folder / "nats.log")
         self.url = f"nats://127.0.0.1:{port}"
 
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.stop()
+    with embedded.hold_port() as held:
+        server = NatsServer(tmp_path / "nats", held.getsockname()[1])
+        server.start()
+        yield server
+        server.stop()
 
 
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[Process]:
-    port = embedded.free_port()
-    folder = tmp_path / "valkey"
-    server = Process(embedded.valkey_command(folder, port), port, folder / "valkey.log")
-    server.start()
-    yield server
-    server.stop()
+    with embedded.hold_port() as held:
+        port, folder = held.getsockname()[1], tmp_path / "valkey"
+        server = Process(embedded.valkey_command(folder, port), port, folder / "valkey.log")
+        server.start()
+        yield server
+        server.stop()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from opengyre.shared import blobs as blobs_module
 from opengyre.shared import tracing
 from opengyre.shared.blobs import BlobMissingError, Blobs, Written, reference, write_pieces
 from opengyre.shared.bus import Bucket, Bus, work
+from opengyre.shared.embedded import free_port, hold_port
 from opengyre.shared.settings import CacheSettings
 
 ECHO = """
@@ -127,7 +129,7 @@ async def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path, en
 
     async with Blobs(tmp_path, CacheSettings()) as blobs:
         putting = asyncio.create_task(blobs.put_by(write))
-        await asyncio.wait_for(began.wait(), 10)
+        await asyncio.wait_for(began.wait(), 30)
         if end is None:
             putting.cancel()
         with pytest.raises(asyncio.CancelledError if end is None else OSError):
@@ -148,7 +150,7 @@ async def test_a_trace_goes_through_the_bus(bus: Bus, monkeypatch: pytest.Monkey
     with tracing.span("submit") as span:
         await bus.publish(subjects.episode_dispatch("r"), DISPATCH)
         trace_id = span.get_span_context().trace_id
-    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop), 10)
+    await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop), 30)
     consumed = [s for s in exporter.get_finished_spans() if s.kind is trace.SpanKind.CONSUMER]
     assert [s.context.trace_id for s in consumed if s.context] == [trace_id]
 
@@ -164,7 +166,7 @@ async def service_process(tmp_path: Path, url: str, **more: str) -> asyncio.subp
 
 
 async def status_of(bus: Bus) -> ServiceStatus:
-    async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as view, asyncio.timeout(20):
+    async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as view, asyncio.timeout(60):
         while not any(status.ready for status in view.values.values()):
             await view.changed(1)
         return next(iter(view.values.values()))
@@ -180,7 +182,7 @@ async def test_a_service_lives_and_ends_in_order(tmp_path: Path, nats_server, bu
         assert (await client.get("/hello")).text == "hello"
         assert "gyre_episodes_interrupted_total 0.0" in (await client.get("/metrics")).text
     process.send_signal(signal.SIGTERM)
-    out, err = await asyncio.wait_for(process.communicate(), 15)
+    out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
     assert b"finished" in out
     lines = [json.loads(line) for line in err.splitlines()]
@@ -204,10 +206,25 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(
     assert bus.connected
     filled = {key: value.format(taken=nats_server.port) for key, value in more.items()}
     process = await service_process(tmp_path, nats_server.url, **filled)
-    _out, err = await asyncio.wait_for(process.communicate(), 30)
+    _out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert sentence in err
     assert b"Traceback" not in err
+
+
+def test_a_port_that_was_found_is_given_to_nobody_before_its_server_starts() -> None:
+    """It was one of those that the kernel gives to whoever asks for any, and to every connection."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if low < 22_000:
+        pytest.skip("nearly all ports are given by the kernel here")
+    assert not any(low <= free_port() <= high for _ in range(20))
+    with hold_port() as held:
+        address = held.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        for _ in range(2):  # its server starts, and starts again
+            with socket.create_server(address), socket.create_connection(address):
+                pass
 
 
 def test_status_is_json_that_people_can_read() -> None:

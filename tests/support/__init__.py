@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = 10.0, every_s: float = 0.02) -> None:
-    """Wait until `condition()` (plain or async) is true; fail after `timeout_s`."""
+async def eventually(condition: Callable[[], Any], timeout_s: float = 30.0, every_s: float = 0.02) -> None:
+    """Wait until `condition()` (plain or async) is true; fail after `timeout_s`, however slow the machine is."""
     async with asyncio.timeout(timeout_s):
         while True:
             value = condition()

@@ -14,7 +14,7 @@ from opengyre.shared.bus.rights import RIGHTS
 
 BASE = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes" / "base" / "nats"
 USERS = ("bootstrap", *RIGHTS)
-READY_S = 30.0
+READY_S = 90.0
 
 
 class Brokers:

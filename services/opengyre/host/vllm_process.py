@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import signal
-import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Final
 
 import aiohttp
 
+from opengyre.shared.embedded import free_port
 from opengyre.tiny.types import EngineError
 
 log = logging.getLogger("gyre.host.vllm")
@@ -50,12 +50,6 @@ def cause(lines: Sequence[str]) -> str | None:
             said += [line.strip() for line in lines[place + 1 : place + 2]]
         return " ".join(said)
     return None
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Server:

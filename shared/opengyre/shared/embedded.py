@@ -5,6 +5,7 @@ Used by `gyre up` and by the tests; each gets a free loopback port and a directo
 
 import contextlib
 import importlib.util
+import secrets
 import shutil
 import socket
 import sys
@@ -25,11 +26,41 @@ class MissingBinaryError(Exception):
     """A program that we need is not there; the message says how to get it."""
 
 
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST = 20_000
+_TRIES = 64
+
+
 def free_port() -> int:
-    """A port on loopback that is free now."""
-    with contextlib.closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
+    """A port on loopback that is free now, and that the kernel gives to nobody who asks for any port, or connects."""
+    with contextlib.closing(hold_port()) as sock:
         return sock.getsockname()[1]
+
+
+def hold_port() -> socket.socket:
+    """The same, held for as long as the socket that is returned is open: it is bound and does not listen, so that a
+    server can be started on it, which sets SO_REUSEADDR, and started again; `free_port` gives it to nobody meanwhile.
+    """
+    below = _first_ephemeral()
+    # Where nearly all are ephemeral, or many are taken, the kernel chooses.
+    wished = [_LOWEST + secrets.randbelow(below - _LOWEST) for _ in range(_TRIES)] if below > _LOWEST + 1000 else []
+    for port in (*wished, 0):
+        sock = socket.socket()
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            sock.close()
+            continue
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: no port that another one holds
+        return sock
+    raise OSError("no port on loopback is free")
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0
 
 
 def find_binary(name: str, package: str) -> str:
