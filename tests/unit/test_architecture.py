@@ -69,3 +69,24 @@ def test_modules_stay_small() -> None:
     too_long = {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > 500}
     assert not too_long
     assert statistics.median(sizes.values()) < 200
+
+
+def test_command_line_and_rollout_start_without_torch() -> None:
+    """It is an extra, and takes seconds to import; what a module imports in a function is not of the start."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts[1:]): path for path in SOURCES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    found: set[str] = set()
+    waiting = {"opengyre.cli.main", "opengyre.rollout.__main__"}
+    while waiting:
+        found.add(name := waiting.pop())
+        for node in ast.parse(modules[name].read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                named = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            else:
+                continue
+            assert not {one for one in named if one.split(".")[0] in ("torch", "transformers", "safetensors")}, name
+            named |= {one.rpartition(".")[0] for one in named}  # a package before its modules
+            waiting |= named.intersection(modules) - found
+    assert "opengyre.cli.bench_router" in found

@@ -17,8 +17,7 @@ from opengyre.chat import hermes
 from opengyre.chat.codec import UNBOUNDED, Codec
 from opengyre.chat.messages import ChatError
 from opengyre.chat.template import ChatTemplate, Ids, Text
-from opengyre.policy.directory import TOKENIZER_FILE, read_config, read_json
-from opengyre.policy.stock import EXTRA
+from opengyre.policy.directory import EXTRA, TOKENIZER_FILE, read_config, read_json
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError
 from opengyre.tiny.tools import CLOSE, Said, Tool
 

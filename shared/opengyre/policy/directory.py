@@ -13,6 +13,7 @@ from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError, TinyConfig
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
+EXTRA: Final = "install it with: pip install 'opengyre[models]'"
 DEFAULTS: Final[dict[str, Any]] = {"rope_scaling": None, "attention_dropout": 0.0}
 """Fields that the tiny decoder does not read, and the values with which it computes the same as the model that the
 config describes."""

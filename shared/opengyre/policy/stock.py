@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opengyre.policy.directory import EXTRA
 from opengyre.tiny.config import CONFIG_FILE, ModelDirectoryError
-
-EXTRA = "install it with: pip install 'opengyre[models]'"
 
 
 def build(directory: Path, fields: dict[str, Any]) -> nn.Module:
