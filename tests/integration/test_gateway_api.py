@@ -54,6 +54,19 @@ async def test_a_run_is_created_once_and_one_is_active_at_a_time(gateway: Runnin
     assert "there is no run nope; there are: demo, other" in await gateway.refused(404, "GET", "/v1/runs/nope")
 
 
+async def test_a_run_is_there_at_once_for_who_made_it_though_the_mirror_is_late(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task right after its run was now and then answered by "there is no run yet", and a run that was just stopped
+    was listed as active."""
+    monkeypatch.setattr(gateway.gateway.deps.run_view, "_take", lambda entry: None)
+    await gateway.given(201, "POST", "/v1/runs", RUN)
+    assert (await gateway.given(202, "POST", "/v1/tasks", TASK))["run"] == "demo"
+    await gateway.given(200, "PATCH", "/v1/runs/demo", {"state": "stopped"})
+    listing = await gateway.given(200, "GET", "/v1/runs")
+    assert [run["state"] for run in listing["runs"]] == ["stopped"]
+
+
 async def test_of_many_runs_created_at_once_one_is_active(gateway: Running) -> None:
     wanted = [{**RUN, "run": f"r{number}"} for number in range(6)]
     answers = await asyncio.gather(*(gateway.ask("POST", "/v1/runs", body) for body in wanted))

@@ -216,7 +216,8 @@ async def _create(deps: Deps, spec: RunSpec) -> RunReport:
             stop = f'PATCH /v1/runs/{other} with {{"state": "stopped"}} stops it'
             detail = f"run {other} is active, and one run is active at a time; {stop}"
             raise Problem(409, detail, field="run")
-        await deps.runs.create(spec.run, checked(spec, deps.cells()))
+        made = checked(spec, deps.cells())
+        deps.run_view.learn(spec.run, made, await deps.runs.create(spec.run, made))
     return await report_of(deps, spec)
 
 
@@ -276,7 +277,7 @@ async def change_run(
         if after == spec:
             return answer(await report_of(deps, spec))
         with contextlib.suppress(ConflictError):
-            await deps.runs.update(run, after, revision)
+            deps.run_view.learn(run, after, await deps.runs.update(run, after, revision))
             return answer(await report_of(deps, after))
     raise Problem(409, f"run {run} is being changed by others; try again", field="run")
 

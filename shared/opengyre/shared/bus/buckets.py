@@ -1,7 +1,8 @@
 """Buckets (NATS KV): what is now. Typed values, compare-and-set, keys with a time to live, mirrors and leases.
 
 Invariants:
-- A read that decides goes to the leader (`get`); a mirror (`View`) is for looking, and is at most 10 s behind.
+- A read that decides goes to the leader (`get`); a mirror (`View`) is for looking, and is at most 10 s behind. It is
+  whole when it is given out, however long broker or process stalled meanwhile.
 - A key with a time to live has one value only (history 1), and its expiry is seen by watchers as a deletion.
 - A lease is a key with an owner; its revision is the fencing token.
 
@@ -151,6 +152,13 @@ class View(Generic[T]):
                 return True
         return False
 
+    def learn(self, key: str, value: T, revision: int) -> None:
+        """Take what this process has itself just written, so that its own next look sees that."""
+        if self.revisions.get(key, 0) < revision:
+            self.values[key] = value
+            self.revisions[key] = revision
+            self._notify()
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -173,6 +181,7 @@ class View(Generic[T]):
         watcher = await promptly(kv.watchall(inactive_threshold=60))
         try:
             found: set[str] = set()
+            seen: set[str] = set()
             # The client's own mark of completeness is not heeded: under load it comes before the first entry.
             filling = not await self._empty()
             if not filling:
@@ -185,13 +194,14 @@ class View(Generic[T]):
                         entry = await anext(watcher)
                 except TimeoutError:
                     quiet += 0.5
-                    if filling:
+                    if filling and await self._all_in(seen):
                         filling = False
                         await self._complete(found)
                     continue
                 if not isinstance(entry, KeyValue.Entry):
                     continue
                 quiet = 0.0
+                seen.add(entry.key)
                 self._take(entry)
                 if filling:
                     if entry.key in self.values and entry.operation not in GONE:
@@ -206,6 +216,12 @@ class View(Generic[T]):
 
     async def _empty(self) -> bool:
         return (await self._bus.stream_info(f"KV_{self._name}")).state.messages == 0
+
+    async def _all_in(self, seen: set[str]) -> bool:
+        """Whether nothing is there that was not seen. Silence alone says nothing: who stalls is silent too."""
+        prefix = f"$KV.{self._name}."
+        there = await self._bus.subjects(f"KV_{self._name}", f"{prefix}>")
+        return all(subject.removeprefix(prefix) in seen for subject in there)
 
     async def _complete(self, found: set[str]) -> None:
         """All that there is was seen: forget the keys that were not, unless they were written meanwhile."""
