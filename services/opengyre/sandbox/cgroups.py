@@ -15,7 +15,7 @@ from pathlib import Path
 
 log = logging.getLogger("gyre.sandbox")
 
-REMOVE_BOUND_S = 3.0
+REMOVE_BOUND_S = 15.0
 PERIOD_US = 100_000
 
 

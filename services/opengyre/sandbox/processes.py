@@ -10,7 +10,7 @@ from contextlib import suppress
 from opengyre.sandbox.launch import kernel
 from opengyre.sandbox.launch.tree import SANDBOX_MARKER
 
-GONE_BOUND_S = 3.0
+GONE_BOUND_S = 15.0
 
 
 async def ended(pid: int, started: int, timeout_s: float) -> bool:

@@ -231,11 +231,11 @@ def _watch(start: Start, files: list[int], began: float, leader: int, signals: i
     while True:
         now = time.monotonic()
         left = began + start.timeout_s - now
+        ready = {fd for fd, _ in poller.poll(max(1, int(min(left, tick) * 1000)) if left > 0 else 0)}
+        if pidfd in ready:  # first: who comes late to look, on a busy machine, ends nothing that has ended by itself
+            return None
         if left <= 0:
             return "timeout"
-        ready = {fd for fd, _ in poller.poll(max(1, int(min(left, tick) * 1000)))}
-        if pidfd in ready:
-            return None
         if signals in ready and _told(signals, leader):
             return "kill"
         if _flooded(start, files):

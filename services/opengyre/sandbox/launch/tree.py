@@ -88,14 +88,12 @@ def _signal(pid: int, number: int) -> None:
 def _kill_all_of(leader: int, marker: str, since: int | None, variable: str = MARKER) -> None:
     stopped: set[int] = set()
     deadline = time.monotonic() + BOUND_S
-    while time.monotonic() < deadline:
-        found = belonging(read_table(variable), leader, marker, since)
-        new = found - stopped
-        if not new:
-            break
+    while new := belonging(read_table(variable), leader, marker, since) - stopped:
         for pid in new:
             _signal(pid, signal.SIGSTOP)
         stopped |= new
+        if time.monotonic() >= deadline:  # not before the first round, however late that is on a machine that is busy
+            break
     for pid in stopped:
         _signal(pid, signal.SIGKILL)
 
@@ -125,13 +123,12 @@ def stop_everything() -> list[int]:
     """
     own, held = os.getpid(), set()
     deadline = time.monotonic() + BOUND_S
-    while time.monotonic() < deadline:
-        new = [pid for pid in _going() if pid not in (1, own) and pid not in held]
-        if not new:
-            break
+    while new := [pid for pid in _going() if pid not in (1, own) and pid not in held]:
         for pid in new:
             _signal(pid, signal.SIGSTOP)
         held.update(new)
+        if time.monotonic() >= deadline:
+            break
     return sorted(held)
 
 

@@ -1,0 +1,50 @@
+"""What watches a command may itself come late, on a machine that is busy: what it then says and does."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from opengyre.sandbox.launch import execs, tree
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the marker of a command."""
+    with subprocess.Popen(["sleep", "60"], env={tree.MARKER: f"late.{os.getpid()}"}) as process:
+        try:
+            while not any(row.marker == f"late.{os.getpid()}" for row in tree.read_table()):
+                time.sleep(0.01)  # until the exec has happened
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_command_that_has_ended_is_not_timed_out_by_a_monitor_that_looks_late(tmp_path: Path) -> None:
+    """Its exit status was lost, and with it a turn of an agent or a score."""
+    start = cast("execs.Start", SimpleNamespace(timeout_s=5.0, no_output_s=None, spool_limit=1 << 20))
+    readable, writable = os.pipe()
+    with (tmp_path / "out").open("wb") as out, subprocess.Popen(["true"]) as leader:
+        os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
+        watched: Any = (leader.pid, readable, None)
+        assert execs._watch(start, [out.fileno()], time.monotonic() - 60, *watched) is None
+    with (tmp_path / "out").open("wb") as out, subprocess.Popen(["sleep", "60"]) as leader:
+        watched = (leader.pid, readable, None)
+        assert execs._watch(start, [out.fileno()], time.monotonic() - 60, *watched) == "timeout"
+        leader.kill()
+    os.close(readable)
+    os.close(writable)
+
+
+def test_a_killer_that_comes_late_kills_all_the_same(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its time was over before its first look, what a command had started ran on."""
+    monkeypatch.setattr(tree, "BOUND_S", -1.0)
+    tree._kill_all_of(0, f"late.{os.getpid()}", None)
+    assert sleeper.wait(30) < 0
