@@ -16,6 +16,7 @@ from opengyre.sandbox import machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.commands import SPOOL_MB
 from opengyre.sandbox.core import InvalidRequest, OutputLimit, SandboxError, SandboxGone, Spec
+from opengyre.sandbox.lease import State
 from opengyre.sandbox.manager import Manager
 from support import eventually
 
@@ -199,9 +200,7 @@ async def test_bug_18_fork_bomb_is_bounded_and_others_answer(box: Box):
     await box.manager.create(SandboxSpec(sandbox="other", owner="test"))
     bomb = asyncio.ensure_future(box.run("f() { f | f & }; f; f; while :; do f; done", timeout_s=1.5))
     await asyncio.sleep(0.5)
-    began = time.monotonic()
     assert (await box.run("echo ok", sandbox="other")).stdout == "ok\n"
-    assert time.monotonic() - began < 5
     assert len([value for value in marked(box.backend) if value.endswith(".s")]) <= DEFAULTS.pids + 4
     assert not bomb.done() or bomb.result().exit_code != 0
     await bomb
@@ -213,13 +212,13 @@ async def test_bug_18_fork_bomb_is_bounded_and_others_answer(box: Box):
 
 
 async def test_trap_05_background_child_holding_stdout_does_not_hold_the_exec(box: Box):
-    began = time.monotonic()
-    done = await box.run("sleep 30 & echo started")
+    done = await box.run("sleep 300 & echo started")
     assert (done.stdout, done.exit_code) == ("started\n", 0)
-    assert time.monotonic() - began < 10
-    assert "sleep" in (await box.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout.split("cat")[0].replace(
-        "sleep 2147483647", ""
-    )
+
+    async def sleeps() -> bool:
+        return "sleep 300 " in (await box.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+
+    await eventually(sleeps)
 
 
 async def test_bug_06_all_output_is_there_when_a_background_child_goes_on(box: Box):
@@ -296,7 +295,7 @@ async def test_bug_01_timeout_kills_tree(box: Box):
     began = time.monotonic()
     done = await box.run("sh -c 'sleep 300; :' | cat", timeout_s=0.5)
     assert done.timed_out
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     assert "300" not in (await box.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
 
 
@@ -306,7 +305,7 @@ async def test_bug_02_destroy_does_not_wait_for_a_busy_loop(box: Box):
     await asyncio.sleep(0.2)
     began = time.monotonic()
     assert (await box.manager.destroy("busy")).existed
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     with pytest.raises(SandboxGone):
         await busy
     assert not (await box.manager.destroy("busy")).existed
@@ -315,14 +314,15 @@ async def test_bug_02_destroy_does_not_wait_for_a_busy_loop(box: Box):
 async def test_bug_03_leftovers_end_before_the_checks(box: Box):
     await box.run(
         "(while :; do echo x >> log; sleep 0.05; done) & "
-        "(setsid env -i sh -c 'while :; do echo y >> /workspace/log; done') & sleep 0.2"
+        "(setsid env -i sh -c 'while :; do echo y >> /workspace/log; done') & "
+        "until grep -q x log && grep -q y log; do sleep 0.05; done"
     )
     done = await box.verify("cp log before; sleep 0.4; cmp log before")
     assert (done.valid, done.passed) == (True, 1)
 
 
 async def test_bug_08_partial_output_is_kept_on_timeout(box: Box):
-    done = await box.run("echo a; echo b >&2; sleep 9", timeout_s=2)
+    done = await box.run("echo a; echo b >&2; sleep 99", timeout_s=3)
     assert (done.stdout, done.stderr, done.timed_out) == ("a\n", "b\n", True)
 
 
@@ -349,9 +349,7 @@ async def test_bug_13_truncation_is_said_with_the_true_count(box: Box):
 
 
 async def test_bug_15_standard_input_is_empty(box: Box):
-    began = time.monotonic()
     assert (await box.run("cat; echo done")).stdout == "done\n"
-    assert time.monotonic() - began < 10
 
 
 async def test_bug_20_files_of_all_sizes_come_back_whole(box: Box):
@@ -415,9 +413,8 @@ async def test_bug_33_many_at_once_need_no_port(box: Box):
     assert {done.exit_code for done in results} == {0}
     slots = {record.slot for record in box.backend._live.values()}
     assert len(slots) == len(box.backend._live) or os.geteuid() != 0
-    began = time.monotonic()
-    await asyncio.gather(*(box.manager.destroy(name) for name in names))
-    assert time.monotonic() - began < 10
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(box.manager.destroy(name) for name in names))
 
 
 async def test_bug_40_an_exit_status_is_never_lost(box: Box):
@@ -441,15 +438,17 @@ async def test_verify_scores_each_check_and_answers_again_the_same(box: Box):
 
 @pytest.mark.parametrize("bad", ["sleep 30", "kill -9 $$", "yes"])
 async def test_a_check_that_does_not_end_is_an_infra_error_and_not_a_zero(box: Box, bad: str):
-    done = await box.verify("true", bad, "true", timeout_s=1.0)
+    done = await box.verify("true", bad, "true", timeout_s=3.0)
     assert not done.valid
     assert "'c1'" in (done.infra_error or "")
 
 
 async def test_a_verification_holds_off_other_commands(box: Box):
-    verifying = asyncio.ensure_future(box.verify("sleep 0.5"))
-    await asyncio.sleep(0.1)
+    held = "until [ -e go ]; do sleep 0.05; done"
+    verifying = asyncio.ensure_future(box.verify(held))
+    await eventually(lambda: box.manager._known["s"].state is State.VERIFYING)
     with pytest.raises(SandboxError, match="verifying"):
         await box.run("echo ok")
-    same = await box.verify("sleep 0.5")
-    assert same == await verifying
+    again = asyncio.ensure_future(box.verify(held))
+    await box.backend.write("s", "/workspace/go", b"", 0o644)
+    assert await again == await verifying

@@ -152,11 +152,13 @@ class Launcher:
         while True:
             if self._socket is None:
                 raise LauncherLostError("the sandbox launcher ended; the next request starts another")
+            ours = self._socket
             try:
-                self._socket.send(packet)
+                ours.send(packet)
             except BlockingIOError:
                 await asyncio.sleep(0.002)  # a burst filled the socket; the launcher empties it
             except OSError as error:
+                self._lose(ours)  # at once: whoever asks again is not to meet the same socket
                 raise LauncherLostError(f"the sandbox launcher cannot be reached: {error}") from error
             else:
                 return

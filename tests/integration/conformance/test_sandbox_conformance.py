@@ -20,6 +20,10 @@ from support.both_backends import Box, until
 pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
 
 
+async def is_there(box: Box, path: str) -> bool:
+    return (await box.run(f"test -e {path}")).exit_code == 0
+
+
 # Commands
 
 
@@ -40,25 +44,25 @@ async def test_row_01_timeout_kills_the_tree(shared: Box):
     began = time.monotonic()
     done = await shared.run("sh -c 'sleep 301.5; :' | cat", timeout_s=0.5)
     assert (done.timed_out, done.exit_code, done.killed_by) == (True, None, "timeout")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     assert await shared.count("sleep 301.5") == 0
 
 
 async def test_trap_06_timeout_kills_what_left_its_session_parents_and_environment(shared: Box):
-    other = asyncio.ensure_future(shared.run("sleep 2; echo unharmed"))
-    await shared.sees("sleep 2 ")
+    waits = "touch /tmp/up; until [ -e /tmp/go ]; do sleep 0.05; done; rm /tmp/up /tmp/go; echo unharmed"
+    other = asyncio.ensure_future(shared.run(waits, timeout_s=120))
+    await until(partial(is_there, shared, "/tmp/up"))
     done = await shared.run("setsid sleep 61.5 & (setsid env -i /bin/sleep 62.5 &) ; sleep 63.5", timeout_s=0.7)
     assert done.timed_out
     assert [await shared.count(f"sleep {n}") for n in ("61.5", "62.5", "63.5")] == [0, 0, 0]
+    await shared.run("touch /tmp/go")
     assert (await other).stdout == "unharmed\n"
 
 
 async def test_row_05_a_background_child_that_holds_stdout_holds_nobody(box: Box):
-    began = time.monotonic()
-    done = await box.run("sleep 31.5 & echo started")
+    done = await box.run("sleep 301.5 & echo started")
     assert (done.stdout, done.exit_code) == ("started\n", 0)
-    assert time.monotonic() - began < 10
-    assert await box.count("sleep 31.5") == 1
+    await box.sees("sleep 301.5")
 
 
 async def test_row_06_all_output_is_there_when_a_background_child_goes_on(box: Box):
@@ -67,12 +71,12 @@ async def test_row_06_all_output_is_there_when_a_background_child_goes_on(box: B
 
 
 async def test_row_08_partial_output_is_kept_on_timeout(shared: Box):
-    done = await shared.run("echo a; echo b >&2; sleep 9", timeout_s=1)
+    done = await shared.run("echo a; echo b >&2; sleep 99", timeout_s=3)
     assert (done.stdout, done.stderr, done.timed_out) == ("a\n", "b\n", True)
 
 
 async def test_row_08_silence_can_be_bounded_as_well(shared: Box):
-    done = await shared.run_so("echo a; sleep 9", no_output_timeout_s=0.5)
+    done = await shared.run_so("echo a; sleep 99", no_output_timeout_s=2)
     assert (done.stdout, done.killed_by, done.exit_code) == ("a\n", "no_output", None)
 
 
@@ -112,9 +116,7 @@ async def test_row_14_a_flood_is_capped_counted_and_killed(box: Box):
 
 
 async def test_row_15_standard_input_is_empty(shared: Box):
-    began = time.monotonic()
     assert (await shared.run("cat; echo done")).stdout == "done\n"
-    assert time.monotonic() - began < 10
 
 
 async def test_row_16_standard_input_that_is_given_ends(shared: Box):
@@ -167,16 +169,18 @@ async def written(box: Box, size: int) -> bool:
 
 async def test_row_26_a_background_command_is_polled_read_and_its_status_kept(box: Box):
     backend = box.node.backend
-    await backend.spawn(box.spec, "job", "echo one; sleep 0.6; echo two; exit 7", 20, 1000)
+    command = "echo one; until [ -e go ]; do sleep 0.05; done; echo two; exit 7"
+    await backend.spawn(box.spec, "job", command, 120, 1000)
     assert (await backend.poll(box.name, "job")).running
     await until(partial(written, box, 4))
     page = await backend.logs(box.name, "job", "stdout", 0, 100)
     assert (page.data, page.running) == (b"one\n", True)
-    status = await backend.poll(box.name, "job", 10)
+    await box.run("touch go")
+    status = await backend.poll(box.name, "job", 60)
     assert status.result is not None
     assert (status.running, status.result.exit_code, status.result.stdout) == (False, 7, "one\ntwo\n")
     assert (await backend.logs(box.name, "job", "stdout", -4, 100)).data == b"two\n"
-    assert (await box.run("echo one; sleep 0.6; echo two; exit 7", exec_id="job")).exit_code == 7
+    assert (await box.run(command, exec_id="job")).exit_code == 7
     with pytest.raises(InvalidRequest, match="none"):
         await backend.poll(box.name, "none")
 
@@ -186,7 +190,7 @@ async def test_row_27_a_background_command_is_killed_with_its_tree(box: Box):
     await backend.spawn(box.spec, "job", "(setsid env -i /bin/sleep 41.5 &) ; sleep 42.5", 60, 1000)
     await box.sees("sleep 41.5")
     await backend.kill(box.name, "job")
-    status = await backend.poll(box.name, "job", 10)
+    status = await backend.poll(box.name, "job", 60)
     assert status.result is not None
     assert (status.result.exit_code, status.result.killed_by, status.result.timed_out) == (None, "kill", False)
     assert [await box.count(f"sleep {n}") for n in ("41.5", "42.5")] == [0, 0]
@@ -200,6 +204,6 @@ async def test_a_signal_reaches_a_background_command(box: Box):
     )
     await until(partial(written, box, 3))
     await backend.kill(box.name, "job", "TERM")
-    status = await backend.poll(box.name, "job", 10)
+    status = await backend.poll(box.name, "job", 60)
     assert status.result is not None
     assert (status.result.stdout, status.result.exit_code) == ("up\nheard\n", 5)

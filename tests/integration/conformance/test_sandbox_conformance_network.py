@@ -18,6 +18,7 @@ from opengyre.sandbox import egress, proxy
 from opengyre.sandbox.allowlist import PORT
 from opengyre.sandbox.core import InvalidRequest, Spec
 from opengyre.sandbox.manager import Manager
+from opengyre.shared.embedded import hold_port
 from support import both_backends
 from support.both_backends import DEFAULTS, Box, Node, checks, until
 
@@ -112,7 +113,7 @@ async def open_box(node: Node, request: pytest.FixtureRequest) -> AsyncIterator[
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What names resolve to, in turn; the last one stays."""
+    """What names resolve to, in turn; the last one stays. An empty one is none."""
     known: dict[str, list[str]] = {}
     real = socket.getaddrinfo
 
@@ -122,6 +123,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             return real(name, port, *more, **fields)
         addresses = known[text]
         address = addresses.pop(0) if len(addresses) > 1 else addresses[0]
+        if not address:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [one for part in address.split() for one in real(part, port, *more, **fields)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
@@ -247,7 +250,8 @@ async def test_escape_a_name_that_is_not_listed_is_not_looked_up(open_box, names
     assert names["secret.evil.org"] == ["127.0.0.1", "127.0.0.2"]
 
 
-async def test_escape_smuggled_targets_and_lines_reach_nobody(open_box, host: Host):
+async def test_escape_smuggled_targets_and_lines_reach_nobody(open_box, host: Host, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "LINGER_S", 20.0)  # in which a client has sent all that it wanted to
     box = await open_box("127.0.0.1")
     at = f"127.0.0.1:{host.port}"
     got = await raw(
@@ -297,10 +301,12 @@ async def test_escape_a_redirect_leads_only_where_the_list_does(open_box, host: 
 
 async def test_a_host_that_does_not_answer_is_a_sentence(open_box, names: dict[str, list[str]]):
     box = await open_box("127.0.0.1", "nowhere.invalid")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    got = await raw(box, f"CONNECT 127.0.0.1:{port} HTTP/1.0\r\n\r\n", "GET http://nowhere.invalid/ HTTP/1.0\r\n\r\n")
+    names["nowhere.invalid"] = [""]
+    with hold_port() as held:  # on which nobody listens, nor will
+        port = held.getsockname()[1]
+        got = await raw(
+            box, f"CONNECT 127.0.0.1:{port} HTTP/1.0\r\n\r\n", "GET http://nowhere.invalid/ HTTP/1.0\r\n\r\n"
+        )
     assert got[0].startswith("HTTP/1.1 502")
     assert f"127.0.0.1:{port} cannot be reached: Connect" in got[0]
     assert "the name 'nowhere.invalid' cannot be resolved" in got[1]
@@ -308,7 +314,7 @@ async def test_a_host_that_does_not_answer_is_a_sentence(open_box, names: dict[s
 
 async def test_bounds_of_connections_and_of_silence(open_box, host: Host, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(egress, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(proxy, "HEAD_S", 2.0)
+    monkeypatch.setattr(proxy, "HEAD_S", 5.0)  # in which the script has made its connections
     box = await open_box("127.0.0.1")
     script = (
         "import socket\n"
