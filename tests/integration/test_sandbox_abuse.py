@@ -308,7 +308,7 @@ open("/dev/shm/secret", "w").write("s3cret")
 tcp = socket.create_server(("127.0.0.1", 8123))
 abstract = socket.socket(socket.AF_UNIX); abstract.bind("\\0secret"); abstract.listen()
 open("/workspace/ready", "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 OTHER_LOOKS = """
 import json, os, socket
@@ -333,7 +333,7 @@ print(json.dumps({"found": found}))
 
 async def test_abuse_another_sandbox_is_not_seen(box: Node) -> None:
     await box.create("other", files={"other.py": OTHER_SHOWS})
-    shows = asyncio.ensure_future(box.run(f"{PYTHON} -I other.py", sandbox="other", timeout_s=60.0))
+    shows = asyncio.ensure_future(box.run(f"{PYTHON} -I other.py", sandbox="other", timeout_s=600.0))
     await eventually(lambda: _there(box, "other", "ready"))
     assert (await python(box, OTHER_LOOKS))["found"] == []
     there = await python(box, OTHER_LOOKS, sandbox="other")
@@ -352,9 +352,10 @@ async def _there(box: Node, sandbox: str, path: str) -> bool:
 
 
 WATCHER = """
-import os, sys, time
-end, seen = time.monotonic() + float(sys.argv[1]), set()
-while time.monotonic() < end:
+import os
+seen = set()
+while not os.path.exists("stop"):
+    open("watching", "w").close()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if int(pid) in (1, os.getpid()):
             continue
@@ -384,16 +385,14 @@ async def test_abuse_a_watcher_sees_nothing_of_what_starts_its_commands(
     """What starts a command, and what carries files, is in the sandbox for a moment: it shows none of its own."""
     monkeypatch.setenv("SECRET_OF_SERVICE", "hunter2-in-the-environment")
     await box.manager.write("s", "watch.py", WATCHER.encode(), 0o644)
-    watched_s = 2.5 if box.kind == "bubblewrap" else 8.0  # a container's commands take longer to start
-    watching = asyncio.ensure_future(box.run(f"{PYTHON} -I watch.py {watched_s}", limit=1 << 20))
-    deadline, count = time.monotonic() + watched_s - 0.5, 0
-    while time.monotonic() < deadline and count < 50:
-        await box.run("true")
+    watching = asyncio.ensure_future(box.run(f"{PYTHON} -I watch.py", limit=1 << 20, timeout_s=250.0))
+    await eventually(lambda: _there(box, "s", "watching"))
+    for number in range(50 if box.kind == "bubblewrap" else 20):  # a container's commands take longer to start
+        await box.run("true" if number % 5 else "sleep 0.1")
         await box.manager.write("s", "f", b"x", 0o644)
         await box.manager.read("s", "f", 10)
-        count += 1
+    await box.manager.write("s", "stop", b"", 0o644)
     seen = (await watching).stdout
-    assert count >= 5
     assert "GYRE_EXEC=" in seen, "it sees its own commands"
     assert "hunter2" not in seen
     assert "GYRE_EXEC=launcher" not in seen
@@ -406,7 +405,7 @@ async def test_abuse_what_is_no_regular_file_is_refused_and_never_waited_for(box
         "mkfifo pipe; ln -s /dev/zero zero; ln -s /dev/full full; ln -s /dev/tty tty; mkdir folder; ln -s loop loop;"
         f"{PYTHON} -I -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'; truncate -s 15M sparse"
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         for name in ("pipe", "zero", "full", "tty", "folder", "loop", "sock"):
             with pytest.raises(InvalidRequest, match="path"):
                 await box.manager.read("s", name, 1000)
@@ -430,7 +429,7 @@ async def test_abuse_more_files_than_memory_hurt_nobody_else(kind: str, tmp_path
         command = (
             f'{PYTHON} -I -c \'import itertools\nfor n in itertools.count(): open(f"/workspace/{{n}}", "w").close()\''
         )
-        done = await box.run(command, timeout_s=20.0)
+        done = await box.run(command, timeout_s=200.0)
         assert done.exit_code != 0, "it came to an end of its own"
         assert not done.timed_out, "a bound stopped it, not its time"
         assert (await box.run("echo ok", sandbox="other")).stdout == "ok\n"
@@ -442,7 +441,7 @@ async def test_abuse_output_after_the_end_is_bounded(box: Node) -> None:
     done = await box.run("mkfifo go; (read wait < go; exec yes) & echo done")
     assert (done.exit_code, done.stdout) == (0, "done\n")
     await box.run("echo > go; sleep 0.05")
-    await eventually(lambda: _no_process(box, "yes"), 20.0)
+    await eventually(lambda: _no_process(box, "yes"), 60.0)
 
 
 async def _no_process(box: Node, name: str) -> bool:
@@ -462,7 +461,7 @@ async def test_abuse_names_that_are_not_utf8_harm_nothing(box: Node) -> None:
 async def test_abuse_a_jump_of_the_clock_ends_nothing(box: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases and deadlines are of the monotonic clock; the wall clock of the machine is nobody's to set in there."""
     await box.create("long", ttl_s=30.0, idle_ttl_s=30.0)
-    running = asyncio.ensure_future(box.run("sleep 0.6; echo whole", sandbox="long", timeout_s=5.0))
+    running = asyncio.ensure_future(box.run("sleep 0.6; echo whole", sandbox="long", timeout_s=60.0))
     real = time.time
     for jump in (-400 * 86400.0, 400 * 86400.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)

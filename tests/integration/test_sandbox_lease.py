@@ -7,6 +7,7 @@ import pytest
 
 from opengyre.proto.sandbox import RenewRequest
 from opengyre.sandbox.core import SandboxGone, Spec
+from support import eventually
 from support.sandboxes import Node, needs_sandboxes
 
 pytestmark = [pytest.mark.sandbox, needs_sandboxes]
@@ -85,11 +86,15 @@ async def test_a_command_that_outlasts_the_idle_time_is_a_use_and_one_that_outla
     await node.manager.start()
     await node.create("idle", ttl_s=10_000.0, idle_ttl_s=60.0)
     await node.create("late", ttl_s=60.0)
-    running = {name: asyncio.ensure_future(node.run("sleep 0.5; echo ok", sandbox=name)) for name in ("idle", "late")}
-    await asyncio.sleep(0.1)
+    command = "until [ -e go ]; do sleep 0.05; done; echo ok"
+    running = {
+        name: asyncio.ensure_future(node.run(command, sandbox=name, timeout_s=120.0)) for name in ("idle", "late")
+    }
+    await eventually(lambda: all(node.backend.execs(name)[1] for name in running))
     await clock.move(node, 3600.0)
     with pytest.raises(SandboxGone):
         await running["late"]
+    await node.backend.write("idle", "/workspace/go", b"", 0o644)  # which is no use, as the manager would count it
     assert (await running["idle"]).stdout == "ok\n"
     await clock.move(node, 59.0)
     assert [info.sandbox for info in node.manager.listing({})] == ["idle"]

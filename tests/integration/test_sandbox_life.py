@@ -286,7 +286,7 @@ async def test_a_command_that_comes_before_the_end_of_the_launcher_is_noticed_fi
         launcher = node.backend._launcher._process
         assert launcher is not None
         launcher.kill()
-        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # the loop has not been told of it
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop shall not hear of it
         assert (await node.exec("a", f"e{number}", "echo ok")).stdout == "ok\n"
 
 

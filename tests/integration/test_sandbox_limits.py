@@ -73,7 +73,7 @@ async def test_the_kernels_end_of_a_command_is_told(node: Node, root: Path) -> N
 
 async def test_a_share_of_a_processor_is_enforced(node: Node, root: Path) -> None:
     await node.create(SandboxSpec(sandbox="s", owner="o", image=str(root), cpus=0.1))
-    done = await run(node, "a", "while :; do :; done", timeout_s=1.0)
+    done = await run(node, "a", "while :; do :; done", timeout_s=2.0)
     assert done.timed_out
     folders = [top.own / "s" for top in node._backend._groups._tops]  # type: ignore[attr-defined]  # bubblewrap's own
     lines = "".join((folder / "cpu.stat").read_text() for folder in folders if (folder / "cpu.stat").exists())
@@ -112,5 +112,5 @@ async def test_users_and_folders_that_are_not_there_are_refused(node: Node, root
     spec = node._known["s"].spec
     # The file that names the users is the sandbox's own: whatever it is, nobody waits for it.
     await run(node, "b", "rm /etc/passwd; mkfifo /etc/passwd", user="0")
-    done = await node._backend.exec(spec, "c", "id -u", 5.0, 100, Options(user="1234"))
+    done = await node._backend.exec(spec, "c", "id -u", 60.0, 100, Options(user="1234"))
     assert done.stdout == "1234\n"

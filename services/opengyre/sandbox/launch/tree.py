@@ -3,7 +3,8 @@
 A process may leave its session, its parent and its environment behind, so none of these alone finds it. What belongs
 to an exec is: its descendants, its session, what carries its marker, and, in a sandbox of its own, whatever started
 after it and does not carry the marker of another exec. First all are stopped, round after round until none is new (a
-stopped process does not fork, and the limit on processes bounds the rounds), then all are killed.
+stopped process does not fork, and the limit on processes bounds the rounds), then all are killed, and their ends are
+waited for, so that who hears of it finds nothing of theirs: no process, no port, no writer of a file.
 """
 
 import os
@@ -96,6 +97,8 @@ def _kill_all_of(leader: int, marker: str, since: int | None, variable: str = MA
             break
     for pid in stopped:
         _signal(pid, signal.SIGKILL)
+    while any(_runs(pid) for pid in stopped) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def kill_tree(leader: int, marker: str, since: int | None) -> None:
@@ -133,16 +136,20 @@ def stop_everything() -> list[int]:
 
 
 def _going() -> list[int]:
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                state = _proc(name, "stat").rpartition(b")")[2].split()[0]
-            except (FileNotFoundError, ProcessLookupError, IndexError):
-                continue
-            if state not in (b"T", b"t", b"Z", b"X"):
-                found.append(int(name))
-    return found
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if _state(pid) not in (b"", b"T", b"t", b"Z", b"X")]
+
+
+def _runs(pid: int) -> bool:
+    return _state(pid) not in (b"", b"Z", b"X")
+
+
+def _state(pid: int) -> bytes:
+    """As /proc says it; nothing where there is no such process."""
+    try:
+        return _proc(str(pid), "stat").rpartition(b")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return b""
 
 
 def go_on(pids: list[int]) -> None:
@@ -152,11 +159,16 @@ def go_on(pids: list[int]) -> None:
 
 
 def kill_everything() -> None:
-    """Kill every process that this process may signal in its pid namespace, except the first one and itself."""
+    """Kill every process that this process may signal in its pid namespace, except the first one and itself, and wait
+    for their ends, for a bounded time.
+    """
+    own, deadline = os.getpid(), time.monotonic() + BOUND_S
     try:
         os.kill(-1, signal.SIGKILL)  # one step for the kernel: nothing can fork its way out of it
     except ProcessLookupError:
         return
+    while [pid for pid in _going() if pid not in (1, own)] and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def kill_marked(sandbox: str) -> None:
