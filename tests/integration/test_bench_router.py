@@ -79,24 +79,6 @@ async def test_a_host_of_the_bench_that_cannot_serve_says_why(
     assert said[0] == "starts a broker, a host with engine vllm and the rollout service"
 
 
-@pytest.mark.torch
-def test_a_bench_that_is_terminated_leaves_no_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "opengyre.cli", "bench", "router", "--concurrency", "1"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
-        try:
-            assert running.stderr is not None
-            assert running.stderr.readline().startswith("starts a broker")
-            assert list(tmp_path.glob("gyre-bench-router-*"))
-            running.terminate()
-            said = running.stderr.read()
-            assert running.wait(60) == 128 + signal.SIGTERM
-        finally:
-            running.kill()
-    assert said.endswith("stopped; nothing runs any more\n")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a program can be put on one of several processors only")
 def test_a_program_and_what_it_starts_stay_on_the_processors_that_are_said() -> None:
     code = "import subprocess, sys, time; sys.stdin.readline(); subprocess.run(['nproc']); time.sleep(60)"

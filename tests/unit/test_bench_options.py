@@ -1,11 +1,16 @@
-"""What the options of benches take, the sentences for the rest, and the end by Ctrl-C."""
+"""What the options of benches take, the sentences for the rest, and the end by a signal."""
 
+import asyncio
 import re
+import signal
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
 
-from opengyre.cli.bench_options import chosen, numbers, stopped, tell
+from opengyre.cli.bench_options import ENDING, chosen, numbers, tell, until_signal
+from opengyre.cli.main import app
 from opengyre.cli.stack import StackError
 
 
@@ -42,11 +47,68 @@ def test_another_name_is_refused() -> None:
         chosen("--parts", "a,x", ("a", "b"))
 
 
-def test_ctrl_c_ends_with_a_line_and_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["", "background"])
+def handlers(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Those of a program that a shell starts; a background job's does not hear of Ctrl-C."""
+    before = [signal.getsignal(number) for number in ENDING]
+    wanted = [request.param, signal.SIG_DFL, signal.SIG_DFL]
+    for number, handler in zip(ENDING, wanted, strict=True):
+        signal.signal(number, handler)
+    yield wanted
+    for number, handler in zip(ENDING, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("runs", ["loop", "none"])
+def test_a_signal_ends_a_bench_in_order_with_a_line_and_no_trace(
+    capsys: pytest.CaptureFixture[str], handlers: list[Any], number: int, runs: str
+) -> None:
+    ended: list[str] = []
+
+    async def loop() -> None:
+        try:
+            signal.raise_signal(number)
+            await asyncio.Event().wait()
+        finally:
+            if number != signal.SIGINT:
+                signal.raise_signal(number)  # one more does not cut off the end
+            await asyncio.sleep(0)
+            ended.append("loop")
+
+    @until_signal()
+    def bench() -> None:
+        if runs == "loop":
+            asyncio.run(loop())
+        try:
+            signal.raise_signal(number)
+        finally:
+            ended.append("none")
+
     with pytest.raises(typer.Exit) as caught:
-        stopped()
-    assert (caught.value.exit_code, caught.value.__suppress_context__) == (130, True)
+        bench()
+    assert (caught.value.exit_code, caught.value.__suppress_context__) == (128 + number, True)
     assert capsys.readouterr().err == "stopped; nothing runs any more\n"
+    assert ended == [runs]
+    assert [signal.getsignal(number) for number in ENDING] == handlers
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_bench_under_nohup_goes_on_when_its_terminal_is_gone() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with until_signal():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_every_bench_ends_by_signal() -> None:
+    (group,) = (group for group in app.registered_groups if group.name == "bench")
+    assert group.typer_instance is not None
+    commands = group.typer_instance.registered_commands
+    assert len(commands) >= 7
+    for command in commands:
+        assert command.callback is not None
+        assert command.callback.__code__ is until_signal()(print).__code__, command.name
 
 
 def test_figures_are_told_in_one_of_two_ways(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from opengyre.cli import bench_engine, bench_membership, bench_router, bench_sandbox, bench_trainer, bench_trajectory
 from opengyre.cli.bench_facts import RunFacts, Spread
-from opengyre.cli.bench_options import chosen, stopped
+from opengyre.cli.bench_options import chosen, until_signal
 from opengyre.cli.bench_table1 import Bench, BenchError, measure
 from opengyre.cli.client import JsonOption, console, number, show_json
 from opengyre.cli.sim_views import narrow
@@ -43,6 +43,9 @@ def register(parent: typer.Typer) -> None:
     bench_sandbox.register(app)
     bench_router.register(app)
     bench_engine.register(app)
+    for command in app.registered_commands:
+        assert command.callback is not None, "each is a function"
+        command.callback = until_signal()(command.callback)
     parent.add_typer(app, name="bench")
 
 
@@ -71,8 +74,6 @@ def table1(
         facts = asyncio.run(_measure(wanted, bench, load()))
     except BenchError as error:
         raise StackError(str(error)) from error
-    except KeyboardInterrupt:
-        stopped()
     found = _compared(facts)
     if json:
         show_json(found)

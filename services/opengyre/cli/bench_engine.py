@@ -18,7 +18,7 @@ from rich.table import Table
 from opengyre.cli.bench_engine_facts import Facts, Range, facts
 from opengyre.cli.bench_engine_life import FURTHER, Prompts, live
 from opengyre.cli.bench_model import write_policy
-from opengyre.cli.bench_options import tell, until_signal
+from opengyre.cli.bench_options import tell
 from opengyre.cli.client import JsonOption, console, errors, number
 from opengyre.cli.stack import StackError
 from opengyre.host.vllm import VllmEngine
@@ -77,7 +77,7 @@ def engine(
             describe(model)
             facts_of(model)
         with tempfile.TemporaryDirectory(prefix="gyre-bench-engine-") as folder:
-            found = until_signal(_measure(settings, model, Path(folder), rounds, prompt, pairs, calls))
+            found = asyncio.run(_measure(settings, model, Path(folder), rounds, prompt, pairs, calls))
     except ModelDirectoryError as error:
         raise StackError(f"--model: {error}" if model is not None else str(error)) from error
     except EngineError as error:

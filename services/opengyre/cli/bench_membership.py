@@ -13,11 +13,13 @@ import importlib.util
 import itertools
 import multiprocessing as mp
 import os
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +30,7 @@ import typer
 from rich.console import Console
 
 from opengyre.cli.bench_membership_ways import NAME, WAYS, quiet
-from opengyre.cli.bench_options import chosen, numbers
+from opengyre.cli.bench_options import ENDING, chosen, numbers
 from opengyre.cli.client import JsonOption, console, number, show_json
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
@@ -116,6 +118,18 @@ class _Member:
 
 
 @contextlib.contextmanager
+def _unsignalled() -> Iterator[None]:
+    """A process that is started in this block is whole before a signal ends the bench, and has none itself but SIGKILL:
+    a terminal's Ctrl-C is the bench's to pass on."""
+    resource_tracker.ensure_running()  # else it starts with the process, and lets signals in again
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+@contextlib.contextmanager
 def _members(way: str, arguments: Sequence[tuple[int, str]]) -> Iterator[list[_Member]]:
     context = mp.get_context("spawn")
     found: list[_Member] = []
@@ -123,9 +137,10 @@ def _members(way: str, arguments: Sequence[tuple[int, str]]) -> Iterator[list[_M
         for given in arguments:
             ours, theirs = context.Pipe()
             process = context.Process(target=WAYS[way], args=(theirs, *given), daemon=True)
-            process.start()
+            with _unsignalled():
+                process.start()
+                found.append(_Member(process, ours))
             theirs.close()
-            found.append(_Member(process, ours))
         for member in found:
             if member.hear() != "ready":
                 raise StackError(f"a member of the way {way} ended before it was ready")
@@ -303,14 +318,16 @@ def _lighthouse() -> Iterator[str]:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(theirs,), daemon=True)
-    server.start()
     try:
+        with _unsignalled():
+            server.start()
         if not ours.poll(BOUND_S):
             raise StackError(f"the lighthouse did not answer within {BOUND_S:g} s")
         yield ours.recv()
     finally:
-        server.kill()
-        server.join(5)
+        if server.pid is not None:
+            server.kill()
+            server.join(5)
 
 
 def _serve(pipe: Connection) -> None:

@@ -1,15 +1,17 @@
 """What benches take, tell and end with alike."""
 
-import asyncio
+import contextlib
 import signal
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import Final, TypeVar
 
 import typer
 
 from opengyre.cli.client import errors, show_json
 from opengyre.cli.stack import StackError
 
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a bench."""
 Found = TypeVar("Found")
 
 
@@ -41,37 +43,32 @@ def numbers(option: str, text: str, low: int, high: int) -> list[int]:
     return list(dict.fromkeys(map(int, wanted)))
 
 
-def until_signal(main: Coroutine[Any, Any, Found]) -> Found:
-    """Run it to its end; Ctrl-C, SIGTERM and SIGHUP end it, once it has ended what it started, with `stopped`."""
+@contextlib.contextmanager
+def until_signal() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the block, once it has ended what it started, with the signal's exit status.
+
+    All come to it as Ctrl-C does: as a cancelled task where a loop runs, else as `KeyboardInterrupt`.
+    """
     told: list[int] = []
 
-    async def run() -> Found:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def end(number: int) -> None:
-            if not told:  # a second one does not cut off what the first began
-                task.cancel()
+    def end(number: int, _: object) -> None:
+        if not told:  # a second one does not cut off what the first began
             told.append(number)
+            signal.raise_signal(signal.SIGINT)
 
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
-        return await main
-
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
-        return asyncio.run(run())
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+        signal.signal(signal.SIGTERM, end)
+        if before[signal.SIGHUP] != signal.SIG_IGN:  # else `nohup` wants it to go on
+            signal.signal(signal.SIGHUP, end)
+        yield
     except KeyboardInterrupt:
-        stopped()
-    except asyncio.CancelledError:
-        if not told:
-            raise
-        stopped(128 + told[0])
-
-
-def stopped(status: int = 130) -> NoReturn:
-    """The end of a bench that Ctrl-C ended, or another signal with its status."""
-    errors.print("stopped; nothing runs any more")
-    raise typer.Exit(status) from None
+        errors.print("stopped; nothing runs any more")
+        raise typer.Exit(128 + (told or [signal.SIGINT])[0]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def tell(found: Found, json: bool, show: Callable[[Found], None]) -> None:

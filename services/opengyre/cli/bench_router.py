@@ -22,7 +22,7 @@ from rich.table import Table
 
 from opengyre.cli import bench_router_stack as stacks
 from opengyre.cli.bench_facts import Spread
-from opengyre.cli.bench_options import numbers, tell, until_signal
+from opengyre.cli.bench_options import numbers, tell
 from opengyre.cli.bench_processes import place, processor_s
 from opengyre.cli.bench_router_facts import Block, Facts, Turn, facts
 from opengyre.cli.bench_router_stack import RUN, Where, dispatch, stack
@@ -96,7 +96,7 @@ def router(
     # Outside of the loop, whose threads may write to it until it has ended.
     with tempfile.TemporaryDirectory(prefix="gyre-bench-router-", ignore_cleanup_errors=True) as folder:
         try:
-            found = until_signal(_measure(engine, Path(folder), rounds, turns, tokens, levels, own))
+            found = asyncio.run(_measure(engine, Path(folder), rounds, turns, tokens, levels, own))
         except (TimeoutError, TalkError, ExceptionGroup) as error:
             raise _sentence(error) from error
     tell(found, json, _show)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,11 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from opengyre.cli.bench_facts import Spread, spread
-from opengyre.cli.bench_options import chosen, numbers, stopped, tell
+from opengyre.cli.bench_options import chosen, numbers, tell
 from opengyre.cli.bench_processes import process
 from opengyre.cli.bench_sandbox_rows import Client, Crowd, Files, Idle, Latency, crowd, files, idle, latency
 from opengyre.cli.client import JsonOption, console
 from opengyre.cli.stack import StackError
+from opengyre.cli.up import end_sandboxes
 from opengyre.proto.sandbox import Capabilities
 from opengyre.shared import embedded
 from opengyre.shared.blobs import Blobs
@@ -92,8 +94,6 @@ def sandbox(
         found = asyncio.run(_measure(wanted, starts, execs, sizes, idle_count, image, docker_image))
     except (BusError, RpcFailedError, TimeoutError) as error:
         raise StackError(f"the bench could not go on: {error}") from error
-    except KeyboardInterrupt:
-        stopped()
     tell(found, json, _show)
 
 
@@ -139,7 +139,7 @@ async def _measure(
 @contextlib.asynccontextmanager
 async def service(most: int) -> AsyncIterator[tuple[Bus, Path, int]]:
     """A bus, the folder of everything, and the process id of a sandbox service on it; all of it is gone afterwards."""
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="gyre-bench-sandbox-"))
+    folder = Path(tempfile.mkdtemp(prefix="gyre-bench-sandbox-"))  # not by a thread, which a signal would not wait for
     port = embedded.free_port()
     url = f"nats://127.0.0.1:{port}"
     environment = {
@@ -158,6 +158,7 @@ async def service(most: int) -> AsyncIterator[tuple[Bus, Path, int]]:
             async with process(command, environment, folder / "sandbox.log") as pid:
                 yield bus, folder, pid
     finally:
+        await end_sandboxes(folder / "state")
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
@@ -174,9 +175,10 @@ async def docker(image: str | None, starts: int, execs: int) -> Docker:
     gone: list[float] = []
     for number in range(max(starts, 2)):
         began = time.perf_counter()
-        name = (await _docker("run", "-d", "--init", "--network", "none", chosen, "sleep", "infinity")).strip()
-        start.append(time.perf_counter() - began)
+        name = f"gyre-bench-{os.getpid()}-{number}"
         try:
+            await _docker("run", "-d", "--name", name, "--init", "--network", "none", chosen, "sleep", "infinity")
+            start.append(time.perf_counter() - began)
             for _ in range(max(execs, 2) if number == 0 else 0):
                 began = time.perf_counter()
                 await _docker("exec", name, "true")
@@ -191,15 +193,16 @@ async def docker(image: str | None, starts: int, execs: int) -> Docker:
 async def _docker(*arguments: str) -> str:
     process = await asyncio.create_subprocess_exec(
         "docker", *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
+    bound = asyncio.get_running_loop().call_later(DOCKER_S, process.kill)
     try:
-        async with asyncio.timeout(DOCKER_S):
-            output, complaint = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise StackError(f"docker {arguments[0]} did not end within {DOCKER_S:g} s") from None
+        output, complaint = await process.communicate()
+    finally:
+        await process.wait()  # also where a signal ends the bench: what is begun has to be there to be removed
+        bound.cancel()
+    if process.returncode == -signal.SIGKILL:
+        raise StackError(f"docker {arguments[0]} did not end within {DOCKER_S:g} s")
     if process.returncode != 0:
         raise StackError(f"docker {arguments[0]}: {complaint.decode('utf-8', 'replace').strip()[:200]}")
     return output.decode()

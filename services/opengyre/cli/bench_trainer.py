@@ -19,12 +19,13 @@ import numpy as np
 import typer
 
 from opengyre.cli import bench_trainer_facts as facts
-from opengyre.cli.bench_options import chosen, stopped, tell
+from opengyre.cli.bench_options import chosen, tell
 from opengyre.cli.bench_trainer_job import Job, Measured, Model
 from opengyre.cli.bench_trainer_shapes import Shape
 from opengyre.cli.bench_trainer_view import show
 from opengyre.cli.client import JsonOption, errors
 from opengyre.cli.stack import StackError
+from opengyre.cli.supervisor_child import die_with
 
 BOUND_S: Final = 1800.0
 CHUNK: Final = 2048
@@ -88,11 +89,8 @@ def trainer(
         scale, chunk or max(16, round(CHUNK * scale)), device, dtype, threads or cores(),
         chain or round(CHAIN[device] * scale),
     )  # fmt: skip
-    try:
-        with tempfile.TemporaryDirectory(prefix="gyre-bench-") as directory:
-            found = measure(wanted, setting, Runner(setting, Path(directory)).run)
-    except KeyboardInterrupt:
-        stopped()
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as directory:
+        found = measure(wanted, setting, Runner(setting, Path(directory)).run)
     tell(found, json, show)
 
 
@@ -226,8 +224,8 @@ class Runner:
         if lean:
             environment |= LEAN
         with subprocess.Popen(
-            [sys.executable, "-m", "opengyre.cli.bench_trainer_child"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+            [sys.executable, "-m", "opengyre.cli.bench_trainer_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=environment, start_new_session=True, preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - it takes no lock
         ) as child:  # fmt: skip
             try:
                 output, _ = child.communicate(msgspec.json.encode(job), timeout=BOUND_S)

@@ -1,14 +1,12 @@
 """One measurement in a process of its own: `python -m opengyre.cli.bench_trainer_child`, a `Job` on stdin.
 
 The result is on stdout, progress on stderr. Memory is the process's peak (the device's, on a GPU) over what it held
-when weights, sequences and a warm-up of the same way were there; freed memory has been given back before. The kernel
-ends it when the process that started it ends.
+when weights, sequences and a warm-up of the same way were there; freed memory has been given back before.
 """
 
 import ctypes
 import gc
 import resource
-import signal
 import sys
 import time
 from pathlib import Path as FilePath
@@ -21,7 +19,6 @@ import torch
 from opengyre.cli.bench_trainer_job import Job, Measured
 from opengyre.cli.bench_trainer_shapes import Shape, pairs, paths
 from opengyre.cli.bench_trainer_ways import WAYS, Gradient, model
-from opengyre.cli.supervisor_child import PR_SET_PDEATHSIG
 from opengyre.treegrad.collect import empty_accumulator
 from opengyre.treegrad.drivers.hf import HfDriver
 from opengyre.treegrad.forest import build
@@ -114,9 +111,6 @@ class GpuMemory(Memory):
 
 
 def main() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C is for the whole group: end without a traceback
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     torch.set_num_threads(job.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
