@@ -20,6 +20,7 @@ from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from opengyre.weights.write import write_version
 from support import eventually
+from support.running_host import reached
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +34,8 @@ class Program:
             "GYRE_STATE_DIR": str(folder),
             "GYRE_HOST__HOST": "host0",
             "GYRE_HOST__HEARTBEAT_S": "0.2",
-            "GYRE_HOST__LOST_AFTER_S": "2",
+            "GYRE_HOST__LOST_AFTER_S": "4",
+            "GYRE_HOST__CAPACITY": "8",
             "OMP_NUM_THREADS": "1",
         }
         self.process: subprocess.Popen[bytes] | None = None
@@ -50,7 +52,7 @@ class Program:
 
     def wait(self) -> int:
         assert self.process is not None
-        return self.process.wait(25)
+        return self.process.wait(60)
 
 
 @pytest.fixture
@@ -73,17 +75,6 @@ async def publish(bus: Bus, root: Path) -> None:
     await bus.publish(subjects.weights("r", "published"), WeightsPublished(run="r", manifest=manifest))
 
 
-async def reach(statuses: Bucket[HostStatus], state: HostState, boot: str | None = None) -> HostStatus:
-    async def there() -> bool:
-        found = await statuses.get("host0")
-        return found is not None and found[0].state is state and found[0].boot != boot
-
-    await eventually(there, timeout_s=30)
-    found = await statuses.get("host0")
-    assert found is not None
-    return found[0]
-
-
 async def call(http: aiohttp.ClientSession, url: str, number: int) -> dict:
     sampling = {"max_tokens": 400, "seed": number}
     body = {"request_id": f"c{number}", "token_ids": [5, 6, 7], "sampling_params": sampling}
@@ -99,7 +90,7 @@ async def test_a_killed_host_is_lost_comes_back_to_its_level_and_hands_over_when
     desired = Bucket(bus, subjects.KV_DESIRED, DesiredRole)
     await publish(bus, tmp_path)
     await desired.put("host0", DesiredRole(host="host0", role="train", epoch=1))
-    before = await reach(statuses, HostState.TRAIN)
+    before = await reached(statuses, "host0", HostState.TRAIN)
     program.send(signal.SIGKILL)
     await asyncio.to_thread(program.wait)
 
@@ -108,16 +99,17 @@ async def test_a_killed_host_is_lost_comes_back_to_its_level_and_hands_over_when
 
     await eventually(gone)
     program.start()
-    after = await reach(statuses, HostState.TRAIN, before.boot)
+    after = await reached(statuses, "host0", HostState.TRAIN, before.boot)
     assert (after.epoch, after.memory_bytes) == (1, 0)
     await desired.put("host0", DesiredRole(host="host0", role="rollout", epoch=2))
-    status = await reach(statuses, HostState.ROLLOUT)
+    status = await reached(statuses, "host0", HostState.ROLLOUT)
 
     async def busy() -> bool:
         found = await statuses.get("host0")
         return found is not None and found[0].running == 64
 
     async with aiohttp.ClientSession() as http:
+        # Eight at a time, so that many are there still when it is told to end.
         calls = [asyncio.create_task(call(http, status.url, n)) for n in range(64)]
         await eventually(busy)
         program.send(signal.SIGTERM)

@@ -76,7 +76,7 @@ def dispatch(run: str = "r", number: int = 0, member: int = 0, **harness: object
         version=0,
         seed=1234 + member,
         task=task,
-        harness=Harness(**{"max_turns": 4, "time_budget_s": 30.0, **harness}),  # type: ignore[arg-type]  # fields by keyword, checked at run time
+        harness=Harness(**{"max_turns": 4, "time_budget_s": 300.0, **harness}),  # type: ignore[arg-type]  # fields by keyword, checked at run time
         min_members=1,
     )
 

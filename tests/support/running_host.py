@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -84,21 +86,66 @@ class Running:
         )
 
     async def reach(self, state: HostState) -> HostStatus:
-        async def there() -> bool:
-            found = await self.statuses.get(self.name)
-            return found is not None and found[0].state is state
+        """Wait until it says that it is in this state; that status, whatever it says next."""
+        return await reached(self.statuses, self.name, state)
 
-        await eventually(there)
-        return await self.status()
+    @contextlib.contextmanager
+    def held_at(self, tokens: int) -> Iterator[None]:
+        """In the block the engine samples until each call in flight has so many tokens, and waits then for the end of
+        the block: calls are there for as long as they are looked at. It is paused, slept and loaded all the same."""
+        core = self.engine._awake()._core
+        step = core.step
+
+        def bounded() -> int:
+            calls = core.progress()
+            if not calls or any(sampled < tokens for _, _, sampled, _ in calls):
+                return step()
+            time.sleep(0.001)
+            return 0
+
+        core.step = bounded  # type: ignore[method-assign]  # of this engine alone
+        try:
+            yield
+        finally:
+            core.step = step  # type: ignore[method-assign]  # as it was
+
+    async def under_way(self, calls: int, tokens: int) -> None:
+        """Wait until so many calls are in flight with so many tokens each."""
+        await eventually(lambda: [call.sampled >= tokens for call in self.engine.progress()] == [True] * calls)
 
     async def changes(self) -> list[HostStateChanged]:
-        stored = await read(self.bus, subjects.HOSTS, subjects.host(self.name, "state"))
-        return [event for event in (s.event() for s in stored) if isinstance(event, HostStateChanged)]
+        """All that led to its present state, once it has told them: a change is told after the status."""
+        found: list[HostStateChanged] = []
+
+        async def told() -> bool:
+            stored = await read(self.bus, subjects.HOSTS, subjects.host(self.name, "state"))
+            found[:] = [event for event in (s.event() for s in stored) if isinstance(event, HostStateChanged)]
+            return bool(found) and found[-1].after is self.host._position.state
+
+        await eventually(told)
+        return found
+
+
+async def reached(statuses: Bucket[HostStatus], host: str, state: HostState, not_boot: str = "") -> HostStatus:
+    """Wait until a host says that it is in this state; that status, whatever it says next."""
+    last: HostStatus | None = None
+
+    async def there() -> bool:
+        nonlocal last
+        found = await statuses.get(host)
+        last = found[0] if found is not None else None
+        return last is not None and last.state is state and last.boot != not_boot
+
+    await eventually(there)
+    assert last is not None
+    return last
 
 
 @contextlib.asynccontextmanager
 async def running(bus: Bus, folder: Path, name: str = "host0", engine: TinyHostEngine | None = None, **more: object):
-    settings = Settings(state_dir=folder, host=HostSettings(host=name, heartbeat_s=0.2, **more))  # type: ignore[arg-type]  # fields by keyword, checked at run time
+    # Not LOST, and so no other way of states, where the machine stalls for a while.
+    own = {"host": name, "heartbeat_s": 0.2, "lost_after_s": 120, **more}
+    settings = Settings(state_dir=folder, host=HostSettings.model_validate(own))
     sock = listen(settings.http)
     async with Blobs(folder / "blobs", settings.cache) as blobs:
         context = Context("host", f"{name}-test", settings, bus, blobs, f"http://127.0.0.1:{sock.getsockname()[1]}")
@@ -110,4 +157,4 @@ async def running(bus: Bus, folder: Path, name: str = "host0", engine: TinyHostE
                 yield program
             finally:
                 context.stopping.set()
-                await asyncio.wait_for(program.task, 15)
+                await asyncio.wait_for(program.task, 60)
