@@ -1,6 +1,7 @@
 """Versions of weights: atomic, verified, deterministic. (A directory of its own is all the outside they touch.)"""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -160,6 +161,24 @@ def test_large_models_are_sharded_and_load(tmp_path: Path) -> None:
     verify(manifest)
     loaded = load_pretrained(directory)
     assert all(torch.equal(parameter, state[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_no_bytes_of_a_version_are_made_while_it_is_written(tmp_path: Path) -> None:
+    """As one bytes object for each shard the weights were in memory three times."""
+    tensors = {f"layer.{number}": torch.ones(1 << 20) for number in range(8)}
+    tracemalloc.start()
+    try:
+        manifest = write_version(tensors, tmp_path / "v", run="r", version=0, parent=None, step=0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert manifest.files[0].bytes > 32 << 20
+    assert peak < 4 << 20
+
+
+def test_whoever_may_read_the_folder_may_read_a_version(tmp_path: Path) -> None:
+    manifest = _write(tmp_path, extra={CONFIG_FILE: b"{}"})
+    assert {(Path(manifest.directory) / file.name).stat().st_mode & 0o444 for file in manifest.files} == {0o444}
 
 
 def test_a_model_directory_survives_and_its_faults_are_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from opengyre.proto.weights import Manifest, ShardFile
@@ -44,6 +44,12 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _write_shard(path: Path, shard: dict[str, Tensor]) -> None:
+    save_file(shard, path, metadata={"format": "pt"})  # from where the tensors are: no copy of them in memory
+    path.chmod(0o644)  # it makes files that only their owner may read
+    sync(path)
+
+
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -60,12 +66,12 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
 def _write_tensors(tensors: Mapping[str, Tensor], directory: Path, limit: int) -> None:
     shards = _shards(tensors, limit)
     if len(shards) == 1:
-        _write(directory / "model.safetensors", save(shards[0], metadata={"format": "pt"}))
+        _write_shard(directory / "model.safetensors", shards[0])
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(directory / name, save(shard, metadata={"format": "pt"}))
+        _write_shard(directory / name, shard)
         places.update(dict.fromkeys(shard, name))
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
     _write(directory / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True).encode())
