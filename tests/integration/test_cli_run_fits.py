@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -81,6 +81,59 @@ async def test_a_real_run_refuses_what_a_dry_run_refuses(
     assert refusal.startswith(f"{recipe}: ")
     assert sentence in refusal
     assert await Bucket(bus, subjects.KV_RUNS, RunSpec).get("shell") is None, "nothing was submitted"
+
+
+@pytest.fixture
+def running(gyre: Gyre) -> Iterator[Gyre]:
+    """The stack's supervisor is this process."""
+    there = stacks.read(gyre.state)
+    assert there is not None
+    stacks.write(gyre.state, msgspec.structs.replace(there, supervisor_pid=os.getpid()))
+    with stacks.Lock(gyre.state):
+        yield gyre
+
+
+async def test_a_dry_run_looks_at_the_hosts_of_the_stack_that_runs(
+    running: Gyre, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opengyre.cli.estimate.free_memory", lambda: 32 << 30)
+    monkeypatch.setattr("opengyre.cli.run_fits.free_memory", lambda: 32 << 30)
+    monkeypatch.setenv("GYRE_HOST__VLLM_CONTEXT", "256")
+    recipe = write_recipe(tmp_path)
+    hosts(running, 3, ENGINE="vllm", VLLM_KV_GB="1", VLLM_CONTEXT="4096")
+    facts = await running.json("run", str(recipe), "--dry-run")
+    found = facts["estimate"]
+    assert facts["stack"] == str(running.state)
+    assert (found["serving"]["engine"], found["serving"]["kv"]) == ("vllm", 1 << 30)
+    assert found["hardware"].endswith("cores, 3 cells share them")
+    said = f"hosts: the 3 of the stack in {running.state}, as they were started\n"
+    assert said in await running.shown("run", str(recipe), "--dry-run")
+    hosts(running, 3, ENGINE="vllm", VLLM_CONTEXT="300")
+    assert "host.vllm_context is 300" in await running.refused("run", str(recipe), "--dry-run")
+    hosts(running, 3, ENGINE="emulated")
+    facts = await running.json("run", str(recipe), "--dry-run")
+    assert (facts["stack"], facts["estimate"]) == (str(running.state), None), "they have no model"
+
+
+@pytest.mark.parametrize("why", ["stopped", "elsewhere", "hardware"])
+async def test_a_dry_run_without_a_stack_here_goes_by_the_settings(
+    running: Gyre, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr("opengyre.cli.estimate.free_memory", lambda: 32 << 30)
+    recipe = write_recipe(tmp_path)
+    words = ["run", str(recipe), "--dry-run"]
+    hosts(running, 1, ENGINE="vllm", VLLM_CONTEXT="300")
+    if why == "stopped":
+        there = stacks.read(running.state)
+        assert there is not None
+        stacks.write(running.state, msgspec.structs.replace(there, supervisor_pid=0))
+    elif why == "elsewhere":
+        words += ["--gateway", running.running.url]
+    else:
+        recipe.write_text(f"{recipe.read_text()}[hardware]\nhost_gib = 64.0\n")
+    facts = await running.json(*words)
+    assert (facts["stack"], facts["model_is_here"]) == (None, True)
+    assert "hosts: by the settings in force here\n" in await running.shown(*words)
 
 
 def test_a_stack_says_what_its_hosts_are_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """What will not be as one may expect."""
 
 
-def estimated(recipe: Path, found: Plan, host: HostSettings, hardware: Hardware | None) -> Estimate | None:
+def estimated(
+    recipe: Path, found: Plan, host: HostSettings, hardware: Hardware | None, held_bytes: int = 0
+) -> Estimate | None:
     """None where nothing is known of the policy's shape: its directory is elsewhere, or its family is not counted.
-    Raises `TaskFileError`."""
+
+    `held_bytes`: of this machine's memory, beside what is free. Raises `TaskFileError`.
+    """
     try:
-        machine = machine_of(hardware or Hardware(), cores=os.cpu_count() or 1, free_bytes=free_memory())
+        free = free_memory() + held_bytes
+        machine = machine_of(hardware or Hardware(), cores=os.cpu_count() or 1, free_bytes=free)
         if hardware is not None:
             check_cells(found.run, machine.cells)
         known = _known(recipe, found.run, hardware)

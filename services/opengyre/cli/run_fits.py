@@ -1,4 +1,5 @@
-"""Whether the stack that a run is sent to can serve and train its policy, asked before anything is submitted.
+"""Whether the stack that a run is sent to can serve and train its policy, asked before anything is submitted; and what
+the run takes of it.
 
 Of an embedded stack the settings are those that its hosts were started with, and memory is this machine's, with what
 the stack's own processes hold: they give it up or hold it for this run. Of any other stack nothing is known but that a
@@ -8,6 +9,7 @@ call is no longer than the policy has positions. Without a policy's directory he
 import os
 from pathlib import Path
 
+from opengyre.cli.estimate import Estimate, estimated
 from opengyre.cli.fits import UNBOUNDED, Room, check_cells, check_positions, fitting, serving_of
 from opengyre.cli.recipe import Plan
 from opengyre.cli.stack import Stack
@@ -17,6 +19,7 @@ from opengyre.host.vllm_machine import free_memory, gpus_of
 from opengyre.host.vllm_plan import facts_of
 from opengyre.policy.directory import read_config, tiny_config
 from opengyre.shared.settings import HostSettings
+from opengyre.sizing.hardware import Hardware
 from opengyre.sizing.shape import FAMILIES, shape_of
 from opengyre.tiny.config import ModelDirectoryError, TinyConfig
 
@@ -24,7 +27,7 @@ from opengyre.tiny.config import ModelDirectoryError, TinyConfig
 def check_fits(recipe: Path, found: Plan, stack: Stack | None) -> None:
     """Raise `TaskFileError`, one sentence, for a run that `stack` cannot do; None: a stack that is elsewhere."""
     directory = Path(found.run.model)
-    host = None if stack is None or stack.host is None else HostSettings.model_validate(stack.host)
+    host = None if stack is None else settings_of(stack)
     try:
         if stack is not None and host is not None and host.cell is None:
             check_cells(found.run, stack.cells)
@@ -36,6 +39,22 @@ def check_fits(recipe: Path, found: Plan, stack: Stack | None) -> None:
             _check_here(found, directory, host, stack)
     except ModelDirectoryError as error:
         raise TaskFileError(f"{recipe}: {error}") from error
+
+
+def estimated_on(recipe: Path, found: Plan, stack: Stack, host: HostSettings) -> Estimate | None:
+    """What the run takes of this machine's stack, whose hosts have these settings. None as in `estimated`, and of hosts
+    that have no model, or cards that nothing is known of. Raises `TaskFileError` for what the stack cannot do, too."""
+    check_fits(recipe, found, stack)
+    if host.engine == "emulated" or (host.engine == "vllm" and gpus_of(os.environ)):
+        return None
+    # Which hosts make the cells that are named is not known here.
+    hardware = None if host.cell is not None else Hardware(cells=stack.cells)
+    return estimated(recipe, found, host, hardware, held(Path(stack.state_dir)))
+
+
+def settings_of(stack: Stack) -> HostSettings | None:
+    """Those that its hosts were started with, where it says them."""
+    return None if stack.host is None else HostSettings.model_validate(stack.host)
 
 
 def _check_elsewhere(found: Plan, directory: Path) -> None:

@@ -25,7 +25,7 @@ from opengyre.cli.estimate import Estimate, estimated
 from opengyre.cli.estimate_view import shown
 from opengyre.cli.prompts import check_prompts
 from opengyre.cli.recipe import Plan, read_recipe
-from opengyre.cli.run_fits import check_fits
+from opengyre.cli.run_fits import check_fits, estimated_on, settings_of
 from opengyre.cli.run_follow import follow as follow_run
 from opengyre.cli.stack import Stack
 from opengyre.cli.task_files import TaskFileError
@@ -78,11 +78,17 @@ def run(
     plan = read_recipe(recipe, dry=dry_run)
     check_model(recipe, plan)
     tight = check_prompts(recipe, plan)
+    state = None if gateway else (state_dir or load().state_dir).absolute()
     if dry_run:
-        _explain(plan, estimated(recipe, plan, load().host, plan.hardware), tight, json)
+        stack = None if state is None or plan.hardware is not None else stacks.running(state)
+        host = None if stack is None else settings_of(stack)
+        if stack is None or host is None:
+            _explain(plan, estimated(recipe, plan, load().host, plan.hardware), None, tight, json)
+        else:
+            _explain(plan, estimated_on(recipe, plan, stack, host), stack, tight, json)
         return
     api = connect(gateway, api_key, state_dir)
-    _check_fits(recipe, plan, api, None if gateway else stacks.read((state_dir or load().state_dir).absolute()))
+    _check_fits(recipe, plan, api, None if state is None else stacks.read(state))
     body = msgspec.to_builtins(plan.run)
     del body["state"]
     api.patiently("POST", "/v1/runs", body, PATIENCE_S)
@@ -146,7 +152,8 @@ def lacking(plan: Plan) -> str | None:
     return f"the tasks make {plan.groups} groups and the updates take {needed}: the run waits for more tasks then"
 
 
-def _explain(plan: Plan, estimate: Estimate | None, tight: str | None, json: bool) -> None:
+def _explain(plan: Plan, estimate: Estimate | None, stack: Stack | None, tight: str | None, json: bool) -> None:
+    """`stack`: the one whose hosts were looked at; None: settings in force here were."""
     there = Path(plan.run.model).is_dir()
     facts = {
         "run": msgspec.to_builtins(plan.run),
@@ -159,6 +166,7 @@ def _explain(plan: Plan, estimate: Estimate | None, tight: str | None, json: boo
         "own_turns": plan.own_turns,
         "model_is_here": there,
         "notes": [said for said in (tight, lacking(plan)) if said is not None],
+        "stack": stack and stack.state_dir,
         "estimate": estimate and msgspec.to_builtins(estimate),
     }
     if json:
@@ -186,6 +194,10 @@ def _explain(plan: Plan, estimate: Estimate | None, tight: str | None, json: boo
             f"{tasks} tasks say max_turns = {turns} themselves, which holds for them; "
             f"run.harness.max_turns = {plan.run.harness.max_turns} does not"
         )
+    whose = "by the settings in force here"
+    if stack is not None:
+        whose = f"the {stack.cells} of the stack in {stack.state_dir}, as they were started"
+    console.print(f"hosts: {whose}", soft_wrap=True)
     for part in shown(estimate) if estimate is not None else ():
         console.print(part, soft_wrap=isinstance(part, str))
     if not there:
@@ -195,7 +207,7 @@ def _explain(plan: Plan, estimate: Estimate | None, tight: str | None, json: boo
             soft_wrap=True,
         )
     elif estimate is None:
-        console.print("memory and time are not worked out for this family of models")
+        console.print("memory and time are not worked out for this family of models on these hosts")
     for said in (tight, lacking(plan)):
         if said is not None:
             console.print(said, soft_wrap=True)

@@ -84,6 +84,13 @@ def read(state_dir: Path) -> Stack | None:
         raise StackError(f"{path} is damaged ({error}); remove it, and the next `gyre up` takes new ports") from error
 
 
+def running(state_dir: Path) -> Stack | None:
+    """The stack that runs in `state_dir`; None if there is none, or it has hardly begun to. Raises `StackError`."""
+    pid = owner(state_dir)
+    there = None if pid is None else read(state_dir)
+    return there if there is not None and there.supervisor_pid == pid else None
+
+
 def write(state_dir: Path, stack: Stack) -> None:
     """Replace `stack.json` as a whole."""
     handle, name = tempfile.mkstemp(dir=state_dir, prefix=f".{FILE}.")  # mkstemp gives mode 0600
