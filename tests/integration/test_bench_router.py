@@ -17,7 +17,7 @@ from opengyre.proto import subjects
 from opengyre.proto.weights import WeightsRefused
 from opengyre.shared.bus import Bus, bootstrap
 
-SOON_S = 20.0
+SOON_S = 60.0
 """For what takes a second on a machine that does nothing else."""
 
 
@@ -70,7 +70,7 @@ async def test_a_host_of_the_bench_that_cannot_serve_says_why(
     monkeypatch.setenv(name, value)
     said: list[str] = []
     with pytest.raises(ExceptionGroup) as told:
-        async with asyncio.timeout(100), stack("vllm", 1, tmp_path, said.append):
+        async with asyncio.timeout(200), stack("vllm", 1, tmp_path, said.append):
             pytest.fail("it is not ready")
     error: BaseException = told.value
     while isinstance(error, ExceptionGroup):

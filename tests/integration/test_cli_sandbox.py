@@ -37,7 +37,7 @@ async def gyre(bus: Bus, nats_server, tmp_path: Path) -> AsyncIterator[Gyre]:
     for name in ("a", "b"):
         await call(bus, "sandbox", "n5", "destroy", DestroyRequest(sandbox=name), DestroyResult)
     process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await process.wait() == 0, log.read_text()[-3000:]
 
 
@@ -130,7 +130,7 @@ async def test_without_a_bus_the_machine_is_looked_at_all_the_same(
 
 async def test_the_network_of_a_sandbox_is_shown_with_what_was_denied(gyre: Gyre, bus: Bus) -> None:
     spec = SandboxSpec(sandbox="n", owner="o", network="allowlist", allowed_hosts=("a.org", "*.b.org"))
-    await call(bus, "sandbox", "any", "create", spec, SandboxRef, timeout_s=10, patience_s=30)
+    await call(bus, "sandbox", "any", "create", spec, SandboxRef, timeout_s=20, patience_s=60)
     try:
         connect = "printf 'CONNECT evil.org:443 HTTP/1.0\\r\\n\\r\\n' >&3; cat <&3"
         code, out, _ = await gyre("sandbox", "exec", "n", f'bash -c "exec 3<>/dev/tcp/127.0.0.1/3128; {connect}"')
@@ -144,4 +144,4 @@ async def test_the_network_of_a_sandbox_is_shown_with_what_was_denied(gyre: Gyre
         assert (await gyre("sandbox", "network", "a"))[1] == "no network\n"
         assert (await gyre("sandbox", "network", "nobody"))[2].startswith("gyre: sandbox 'nobody' is on no node")
     finally:
-        await call(bus, "sandbox", "n5", "destroy", DestroyRequest(sandbox="n"), DestroyResult, timeout_s=10)
+        await call(bus, "sandbox", "n5", "destroy", DestroyRequest(sandbox="n"), DestroyResult, timeout_s=20)

@@ -41,7 +41,7 @@ class Node:
     async def end(self, how: signal.Signals) -> int:
         assert self.process is not None, "start() makes it"
         self.process.send_signal(how)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await self.process.wait()
 
     async def typed(self, *arguments: str) -> asyncio.subprocess.Process:
@@ -84,13 +84,13 @@ async def test_a_service_that_ends_under_a_command_is_asked_again_for_what_it_di
     node: Node, bus: Bus, how: signal.Signals
 ) -> None:
     text = "echo once >>count; while [ ! -e go ]; do sleep 0.1; done; cat count"
-    process = await node.typed("exec", "--id", "long", "--timeout", "50", NAME, text)
-    await eventually(runs(bus, "long", running=True), 30.0)
+    process = await node.typed("exec", "--id", "long", "--timeout", "200", NAME, text)
+    await eventually(runs(bus, "long", running=True))
     await node.end(how)
     await node.start()
     touch = ExecRequest(sandbox=NAME, exec_id="touch", command="touch go", timeout_s=10)
-    await call(bus, "sandbox", "n5", "exec", touch, ExecResult, timeout_s=20, patience_s=30)
-    out, err = await asyncio.wait_for(process.communicate(), 40)
+    await call(bus, "sandbox", "n5", "exec", touch, ExecResult, timeout_s=20, patience_s=90)
+    out, err = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, out) == (0, b"once\n"), err
     assert b"node n5 does not answer; asking it again for long" in err or not err
 
@@ -100,10 +100,10 @@ async def test_a_service_that_does_not_come_back_is_given_up_when_the_commands_t
 ) -> None:
     monkeypatch.setattr("opengyre.cli.sandbox_exec.MARGIN_S", 0.5)
     monkeypatch.setattr("opengyre.cli.sandbox_exec.ATTEMPT_S", 0.4)
-    typed = asyncio.ensure_future(node.gyre("sandbox", "exec", "--id", "lost", "--timeout", "2", NAME, "sleep 60"))
-    await eventually(runs(bus, "lost", running=True), 30.0)
+    typed = asyncio.ensure_future(node.gyre("sandbox", "exec", "--id", "lost", "--timeout", "5", NAME, "sleep 60"))
+    await eventually(runs(bus, "lost", running=True))
     await node.end(signal.SIGKILL)
-    status, out, said = await asyncio.wait_for(typed, 30)
+    status, out, said = await asyncio.wait_for(typed, 60)
     assert (status, out) == (1, "")
     assert "node 'n5' does not answer, lost may have run" in said
     assert f"`gyre sandbox logs {NAME} lost` has its output" in said
@@ -111,14 +111,14 @@ async def test_a_service_that_does_not_come_back_is_given_up_when_the_commands_t
 
 
 async def test_an_interruption_ends_the_command_and_says_so(node: Node, bus: Bus) -> None:
-    process = await node.typed("exec", "--id", "mine", "--timeout", "50", NAME, "echo begun; sleep 49 & sleep 50")
+    process = await node.typed("exec", "--id", "mine", "--timeout", "200", NAME, "echo begun; sleep 49 & sleep 50")
 
     async def begun() -> bool:
         return (await node.gyre("sandbox", "logs", NAME, "mine"))[1] == "begun\n"
 
-    await eventually(begun, 30.0)
+    await eventually(begun)
     process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(process.communicate(), 30)
+    out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 130, err
     assert out == b""
     assert err.decode() == f"interrupted; command mine was ended, `gyre sandbox logs {NAME} mine` has its output\n"
@@ -129,14 +129,14 @@ async def test_an_interruption_ends_the_command_and_says_so(node: Node, bus: Bus
 
 
 async def test_an_interruption_while_no_service_answers_says_when_the_command_ends(node: Node, bus: Bus) -> None:
-    process = await node.typed("exec", "--id", "alone", "--timeout", "7", NAME, "sleep 60")
-    await eventually(runs(bus, "alone", running=True), 30.0)
+    process = await node.typed("exec", "--id", "alone", "--timeout", "30", NAME, "sleep 60")
+    await eventually(runs(bus, "alone", running=True))
     await node.end(signal.SIGKILL)
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 130, err
     assert b"interrupted; command alone could not be ended" in err
-    assert b"it is killed after its 7 s" in err
+    assert b"it is killed after its 30 s" in err
     await node.start()
 
 

@@ -35,7 +35,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, options: D
     """Ctrl-C once the view shows the training; its phases end when it shows that it stops."""
 
     async def drawn(text: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while text not in screen.getvalue():  # noqa: ASYNC110 - the view tells nobody that it draws
                 await asyncio.sleep(0.01)
 
@@ -118,13 +118,13 @@ async def test_a_stack_whose_block_is_cancelled_ends_its_sandboxes_too(
             await asyncio.Event().wait()
 
     task = asyncio.create_task(live())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await inside.wait()
         task.cancel()
         await asyncio.wait([task])
     assert task.cancelled()
     assert ended == [state]
-    assert await asyncio.to_thread(written.wait, 20)
+    assert await asyncio.to_thread(written.wait, 60)
     left = stacks.read(state)
     assert left is not None
     assert left.supervisor_pid == 0
@@ -168,6 +168,6 @@ async def test_a_stack_that_is_stopped_while_it_connects_ends(monkeypatch: pytes
     connecting = asyncio.Event()
     monkeypatch.setattr(supervisor, "Bus", lambda *_: Losing(connecting))
     monkeypatch.setattr(supervisor, "Bucket", Empty)
-    async with asyncio.timeout(10), Supervisor(tmp_path, lambda _: None) as running:
+    async with asyncio.timeout(60), Supervisor(tmp_path, lambda _: None) as running:
         running.follow("nats://127.0.0.1:1")
         await connecting.wait()

@@ -111,10 +111,10 @@ async def test_a_replay_into_a_fresh_processor_gives_the_same_groups_each_time(g
 
 
 async def test_options_that_mean_nothing_are_refused(gyre: Gyre, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_read, "CONNECT_S", 0.5)
     assert "one of the two" in await gyre.refused("stream", "replay", "--original", "--speed", "2")
     assert "one of the two" in await gyre.refused("stream", "replay", "--out", "x", "--into", "processor")
     assert "reads the stream TRAJ, not TASKS" in await gyre.refused("stream", "replay", "TASKS", "--into", "processor")
+    monkeypatch.setattr(stream_read, "CONNECT_S", 0.5)
     assert "does not answer" in await gyre.refused("stream", "ls", "--nats", "nats://127.0.0.1:9")
 
 

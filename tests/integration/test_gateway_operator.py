@@ -303,12 +303,12 @@ async def test_decisions_are_followed_until_interrupted(gyre: Gyre, bus: Bus) ->
     try:
         assert process.stdout is not None
         for decision in (first, second):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 line = await process.stdout.readline()
             assert json.loads(line)["decision"]["decision"] == decision.decision
             await bus.publish(subjects.decision("demo"), second)
         process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             out, errors = await process.communicate()
         assert (process.returncode, out, errors) == (0, b"", b"")
     finally:

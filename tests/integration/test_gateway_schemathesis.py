@@ -20,7 +20,7 @@ from support.gateway_fakes import FakeAllocator, gateway_on, log_of, spoil
 
 EXAMPLES = 12
 """Of each operation and each kind, those that the document allows and those that it does not."""
-BOUND_S = 20.0
+BOUND_S = 60.0
 EXECUTION = "demo-g000003-e00"
 THERE = {"run": "demo", "task": "write-000001", "group": "demo-g000003", "execution": EXECUTION}
 """What is in the streams, between messages that are no events."""

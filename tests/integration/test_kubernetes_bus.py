@@ -33,7 +33,7 @@ UPDATES = 4
 async def ready(folder: Path) -> AsyncIterator[Brokers]:
     """Three brokers on which the bootstrap has run, with three copies of everything."""
     with brokers(folder) as three:
-        async with asyncio.timeout(60), Bus(three.url("bootstrap"), "bootstrap") as bus:
+        async with asyncio.timeout(200), Bus(three.url("bootstrap"), "bootstrap") as bus:
             made = await bootstrap(bus, 3)
             assert subjects.TRAJ in made
             info = await bus.stream_info(subjects.TRAJ)
@@ -53,7 +53,7 @@ async def test_three_brokers_keep_what_one_of_them_loses_and_refuse_what_is_not_
         async with Bus(three.url("gateway"), "gateway") as gateway:
             await gateway.publish(subjects.task("r", "one", "submitted"), submitted("one"))
             three.kill(0)
-            await gateway.publish(subjects.task("r", "two", "submitted"), submitted("two"))
+            await gateway.publish(subjects.task("r", "two", "submitted"), submitted("two"), attempts=30)
             stored = await read(gateway, subjects.TASKS, subjects.task("r", "*", "submitted"))
             assert [one.event() for one in stored] == [submitted("one"), submitted("two")]
         assert three.violations() == set()
@@ -91,7 +91,7 @@ async def silent(_error: Exception) -> None:
 
 async def greeted(port: int) -> bytes:
     """What a broker says to somebody without a password."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
@@ -108,6 +108,7 @@ def test_the_rights_are_those_of_the_code() -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sandbox
+@pytest.mark.timeout(600)
 async def test_every_service_does_its_work_with_its_own_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run, each service as a user of its own: nobody is refused anything, and a broker that dies ends nothing."""
     policy = await asyncio.to_thread(make_policy, tmp_path)
@@ -135,7 +136,7 @@ async def test_every_service_does_its_work_with_its_own_rights(tmp_path: Path, m
                 plan = DemoOptions(updates=UPDATES, evaluation_tasks=2)
                 driver = Driver(bus, api, plan, small_run(policy, UPDATES), Shown(updates=UPDATES))
                 await driver.create()
-                async with driver.watching(), asyncio.timeout(200), asyncio.TaskGroup() as tasks:
+                async with driver.watching(), asyncio.timeout(350), asyncio.TaskGroup() as tasks:
                     training = tasks.create_task(driver.train())
                     async with contextlib.aclosing(
                         follow(bus, subjects.UPDATES, subjects.update("demo", "committed"))
@@ -150,9 +151,16 @@ async def test_every_service_does_its_work_with_its_own_rights(tmp_path: Path, m
                 assert len(published) >= 2
                 ends = [one.event() for one in await read(bus, subjects.TRAJ, subjects.traj("demo", "*", "*", "ended"))]
                 assert {end.reason for end in ends if isinstance(end, Ended)} <= {"done", "turn_budget"}
-                assert (await api.get("/v1/status", StatusReport)).missing == ()
-                discovered = await discover(bus, "gyre-")
-                assert "gyre-allocator-any" in discovered
+
+                async def whole() -> bool:
+                    return (await api.get("/v1/status", StatusReport)).missing == ()
+
+                async def led() -> bool:
+                    return "gyre-allocator-any" in await discover(bus, "gyre-")
+
+                # Who lost its broker is there again a little later.
+                await eventually(whole)
+                await eventually(led)
         assert three.violations() == set()
         logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "state" / "logs").glob("*.log"))
         assert "ermissions" not in logs

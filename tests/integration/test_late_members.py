@@ -32,7 +32,7 @@ from opengyre.trajectory.replay import replay_groups
 from support import eventually
 from support.trainer_fakes import CONFIG, RUN, Cell, events
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 B, G, UPDATES = 2, 4, 8
 
@@ -61,13 +61,13 @@ class Services:
 
     def kill(self, name: str) -> None:
         self._running[name].kill()
-        self._running[name].wait(10)
+        self._running[name].wait(60)
 
     def stop(self) -> None:
         for process in self._running.values():
             process.terminate()
         for process in self._running.values():
-            process.wait(30)
+            process.wait(60)
 
 
 @dataclass
@@ -158,7 +158,7 @@ async def test_each_execution_is_trained_once_though_trainer_and_trajectory_are_
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(rollout.run())
             training = tasks.create_task(cell.train(random.Random(1)))
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(300):
                 async for stored in follow(bus, subjects.UPDATES, subjects.update(RUN, "*")):
                     event = stored.event()
                     if isinstance(event, RunFinished):
@@ -173,7 +173,7 @@ async def test_each_execution_is_trained_once_though_trainer_and_trajectory_are_
                 report = await staleness(bus)
                 return report.executions.trained + report.executions.dropped.get("infra", 0) >= UPDATES * B * G
 
-            await eventually(settled, 30)
+            await eventually(settled)
             report = await staleness(bus)
             cell.stop.set()
             await training

@@ -79,9 +79,9 @@ async def gateway_on(bus: Bus, folder: Path, **gateway: Any) -> AsyncIterator[Ru
             running = tasks.create_task(service.run())
             async with (
                 serving_http(sock, app),
-                httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits(max_keepalive_connections=0)) as client,
+                httpx.AsyncClient(base_url=url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0)) as client,
             ):
-                await eventually(lambda: context.missing is None, 15)
+                await eventually(lambda: context.missing is None)
                 try:
                     yield Running(context, service, url, client)
                 finally:

@@ -38,7 +38,7 @@ class Gyre:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=150,
             stdin=subprocess.DEVNULL,
         )
         assert "Traceback" not in done.stderr, done.stderr

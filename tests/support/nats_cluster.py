@@ -72,7 +72,7 @@ class Brokers:
 
     def kill(self, number: int) -> None:
         self.processes[number].kill()
-        self.processes[number].wait(10)
+        self.processes[number].wait(60)
 
     def violations(self) -> set[str]:
         """What somebody tried and was refused."""
@@ -97,4 +97,4 @@ def brokers(folder: Path) -> Iterator[Brokers]:
     finally:
         for process in made.processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(60)
