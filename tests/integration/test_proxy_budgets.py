@@ -70,7 +70,7 @@ async def clients(start: Start) -> AsyncIterator[Clients]:
 async def test_a_spent_token_budget_is_refused_once_and_ends_the_episode(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "GRACE_S", 1.0)
+    monkeypatch.setattr(program, "GRACE_S", 4.0)  # in which the calls below are made
     async with start(token_budget=10) as proxy:
         clients = Clients(proxy)
         async with clients.openai, clients.anthropic:
@@ -131,12 +131,12 @@ async def test_a_call_beside_one_that_holds_the_budget_waits(start: Start) -> No
         async with clients.openai, clients.anthropic:
             first = asyncio.create_task(clients.chat("one"))
             await eventually(lambda: proxy.host.calls)
+            clients.openai = clients.openai.with_options(max_retries=20)
             second = asyncio.create_task(clients.chat("two"))
-            await eventually(lambda: len(clients.sent) == 2)
+            await eventually(lambda: len(clients.sent) > 2)  # it was told to, once
             proxy.host.go_on.set()
             proxy.host.hold_after = None
             one, two = await first, await second
-        assert len(clients.sent) > 2
         assert one.usage.completion_tokens + two.usage.completion_tokens <= 30
 
 

@@ -60,6 +60,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 
 async def test_text_comes_as_it_is_sampled_and_the_end_after_the_record(proxy: Proxy) -> None:
     proxy.host.hold_after = 12
+    proxy.host.delay_s = 0.01  # what comes together is told together
     async with client_of(proxy) as client:
         stream = await streamed(client, logprobs=True, stream_options={"include_usage": True})
         chunks = []
@@ -81,6 +82,7 @@ async def test_text_comes_as_it_is_sampled_and_the_end_after_the_record(proxy: P
 
 async def test_anthropic_text_comes_as_it_is_sampled(proxy: Proxy) -> None:
     proxy.host.hold_after = 12
+    proxy.host.delay_s = 0.01  # what comes together is told together
     parts: list[str] = []
     async with (
         claude_of(proxy) as client,
@@ -182,12 +184,13 @@ async def test_a_parked_stream_says_that_it_waits(proxy: Proxy, monkeypatch: pyt
         ("messages", {"max_tokens": 50}, b'event: ping\ndata: {"type":"ping"}\n\n'),
     ):
         await proxy.host.become(HostState.DRAINING)
-        content = b""
+        content, resumed = b"", False
         async with proxy.session.post(f"{proxy.base}/v1/{path}", json={**body, **more}) as response:
             assert response.status == 200
             async for chunk in response.content.iter_any():
                 content += chunk
-                if content.count(waits) == 3:
+                if content.count(waits) >= 3 and not resumed:
+                    resumed = True
                     await eventually(suspended)
                     await proxy.host.become(HostState.ROLLOUT)
         assert content.count(waits) >= 3

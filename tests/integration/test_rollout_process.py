@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from opengyre.proto import subjects
+from opengyre.proto.sandbox import ExecRequest, ExecResult
 from opengyre.proto.service import ServiceStatus
 from opengyre.proto.traj import AnyTrajEvent, Call, Ended, TakenOver, ToolResult
 from opengyre.shared.bus import Bucket
@@ -34,12 +35,12 @@ def process(stack: Stack, name: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         if running.poll() is None:
             running.kill()
-        running.wait(10)
+        running.wait(60)
 
 
 async def ready(stack: Stack, running: subprocess.Popen[bytes]) -> None:
     async with Bucket(stack.bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
-        await eventually(lambda: any(s.pid == running.pid and s.ready for s in services.values.values()), 20)
+        await eventually(lambda: any(s.pid == running.pid and s.ready for s in services.values.values()), 90)
 
 
 def story(events: list[AnyTrajEvent]) -> list[tuple[str, object]]:
@@ -61,6 +62,15 @@ async def test_kill_9_and_a_stop_lose_no_turn(stack: Stack) -> None:
     reference = dispatch(number=99)
     episodes = [dispatch(number=n) for n in range(EPISODES)]
     host = stack.host("h0", SCRIPT)
+    run, go_on = stack.sandboxes._run, asyncio.Event()
+    go_on.set()
+
+    async def held(request: ExecRequest) -> ExecResult:
+        done = await run(request)
+        await go_on.wait()
+        return done
+
+    stack.sandboxes._run = held  # type: ignore[method-assign]  # commands that last for as long as it takes
     async with host.up():
         with process(stack, "one") as one:
             await ready(stack, one)
@@ -72,7 +82,7 @@ async def test_kill_9_and_a_stop_lose_no_turn(stack: Stack) -> None:
                 await asyncio.sleep(0.1)
             await eventually(lambda: host.calls and len(stack.sandboxes.ran) > 3 + 2)
             one.kill()
-        stack.sandboxes.delay_s = 8.0  # so that episodes are still under way when the third has started
+        go_on.clear()  # so that episodes are still under way when the third has started
         with process(stack, "two") as two:
             await ready(stack, two)
 
@@ -80,13 +90,14 @@ async def test_kill_9_and_a_stop_lose_no_turn(stack: Stack) -> None:
                 taken = await stack.bus.subjects(subjects.TRAJ, "gyre.v1.traj.*.*.*.taken_over")
                 return len(taken) >= EPISODES - 1
 
-            await eventually(continued, 25)
+            await eventually(continued, 90)
             with process(stack, "three") as three:
                 await ready(stack, three)
                 two.send_signal(signal.SIGTERM)
                 stack.sandboxes.delay_s = 0.05
-                await eventually(stack.drained, 25)
-                assert await asyncio.to_thread(two.wait, 15) == 0
+                go_on.set()
+                await eventually(stack.drained, 90)
+                assert await asyncio.to_thread(two.wait, 60) == 0
     expected = story(await stack.log(reference))
     attempts: set[int] = set()
     for episode in episodes:

@@ -35,9 +35,9 @@ async def stack(bus: Bus, nats_server: Any, tmp_path: Path) -> AsyncIterator[Sta
             processes.enter_context(process(made, "host", HOST__HOST=name, HOST__HEARTBEAT_S="0.2"))
         async with Bucket(bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
             pids = {running.pid for running in started}
-            await eventually(lambda: pids <= {s.pid for s in services.values.values() if s.ready}, 60)
+            await eventually(lambda: pids <= {s.pid for s in services.values.values() if s.ready}, 90)
         async with Bucket(bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
-            await eventually(lambda: [h.state for h in hosts.values.values()] == [HostState.ROLLOUT] * 2, 60)
+            await eventually(lambda: [h.state for h in hosts.values.values()] == [HostState.ROLLOUT] * 2, 90)
         yield made
 
 
@@ -58,11 +58,11 @@ async def test_drains_of_all_hosts_change_nothing_of_an_episode(stack: Stack) ->
     calm = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 0))
     moved = msgspec.structs.replace(base, execution=ids.execution_id(base.group, 1))
     await stack.submit(calm)
-    await eventually(lambda: stack.ended(calm), 30)
+    await eventually(lambda: stack.ended(calm), 90)
     desired = Bucket(stack.bus, subjects.KV_DESIRED, DesiredRole)
     epoch = 0
     await stack.submit(moved)
-    async with asyncio.timeout(120), Bucket(stack.bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
+    async with asyncio.timeout(240), Bucket(stack.bus, subjects.KV_HOSTS, HostStatus).view() as hosts:
 
         def all_are(state: HostState) -> bool:
             return all(status.state is state for status in hosts.values.values())
@@ -72,9 +72,9 @@ async def test_drains_of_all_hosts_change_nothing_of_an_episode(stack: Stack) ->
             state = HostState.TRAIN if epoch % 2 else HostState.ROLLOUT
             for name in HOSTS:
                 await desired.put(name, DesiredRole(host=name, role=state.value, epoch=epoch, grace_s=0.0))
-            # However slow the machine is: they get there, and what serves samples something.
-            await eventually(lambda wanted=state: all_are(wanted), 60)
-            await asyncio.sleep(0.15)
+            # However slow the machine is: they get there, and what serves samples something, more each time.
+            await eventually(lambda wanted=state: all_are(wanted), 90)
+            await asyncio.sleep(0.15 + 0.01 * epoch)
     before, after = await stack.log(calm), await stack.log(moved)
     assert any(isinstance(event, Suspended) for event in after)
     assert not any(isinstance(event, Suspended) for event in before)

@@ -32,13 +32,13 @@ async def lose_in_the_middle(stack: Stack, number: int, exit_code: int) -> list[
         sandboxes.delay_s = 0.2
         async with stack.service("one"):
             await stack.submit(episode)
-            await eventually(lambda: len(ran) >= 3, 20)
+            await eventually(lambda: len(ran) >= 3, 60)
         sandboxes.lose()
         sandboxes.delay_s = 0.0
         sandboxes.print, code = {"cat a.txt": "two"}, exit_code
         before = len(ran)
         async with stack.service("two"):
-            await eventually(lambda: stack.ended(episode), 20)
+            await eventually(lambda: stack.ended(episode), 60)
     assert sandboxes.created == {episode.execution: 1, f"{episode.execution}-a1": 1}
     assert [command for _, command in ran[before:]][: 1 if exit_code else 2] == SCRIPT[: 1 if exit_code else 2]
     await asyncio.sleep(0)
@@ -72,15 +72,15 @@ async def test_a_sandbox_that_was_left_half_restored_is_not_taken_for_the_episod
         sandboxes.delay_s = 0.2
         async with stack.service("one"):
             await stack.submit(episode)
-            await eventually(lambda: len(sandboxes.ran) >= 3, 20)
+            await eventually(lambda: len(sandboxes.ran) >= 3, 60)
         sandboxes.lose()
         before = len(sandboxes.ran)
         async with stack.service("two"):
-            await eventually(lambda: len(sandboxes.ran) > before, 20)
+            await eventually(lambda: len(sandboxes.ran) > before, 60)
         assert sum(isinstance(event, SandboxOpened) for event in await stack.log(episode)) == 1
         before = len(sandboxes.ran)
         async with stack.service("three"):
-            await eventually(lambda: stack.ended(episode), 20)
+            await eventually(lambda: stack.ended(episode), 60)
     again = [f"{episode.execution}-t{turn}" for turn in range(3)]
     assert sandboxes.ran[before:] == again, "every command, in a new sandbox"
     log = await stack.log(episode)
@@ -95,12 +95,12 @@ async def test_the_lease_is_kept_while_the_checks_run(stack: Stack) -> None:
     verify = sandboxes.verify
 
     async def slow(request: VerifyRequest) -> VerifyResult:
-        await eventually(lambda: sandboxes.renewed[request.sandbox] >= 2, 8)
+        await eventually(lambda: sandboxes.renewed[request.sandbox] >= 2, 60)
         return await verify(request)
 
     sandboxes.verify = slow  # type: ignore[method-assign]  # a fault is put in from outside
     async with stack.host("h0", ["done"]).up(), stack.service("one", sandbox_ttl_s=5):
         await stack.submit(episode)
-        await eventually(lambda: stack.ended(episode), 20)
+        await eventually(lambda: stack.ended(episode), 60)
     verified = next(event for event in await stack.log(episode) if isinstance(event, Verified))
     assert verified.infra_error is None

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from opengyre.proto.run import Shot, ShotTurn
 from opengyre.proto.traj import AnyTrajEvent, Call, Ended, ToolResult
@@ -19,6 +21,16 @@ HARNESS: dict[str, Any] = {"prompt": "transcript", "shots": SHOTS}
 
 class Writer(FakeHost):
     """Goes on beyond the end of its line, as a base model does."""
+
+    hold_request: int | None = None
+    """The how manyth request waits for `go_on`."""
+
+    async def generate(self, request: Request) -> Response:
+        if len(self.requests) + 1 == self.hold_request:
+            self.requests.append(await request.json())
+            await self.go_on.wait()
+            return JSONResponse({"error": {"type": "not_serving", "message": "held"}}, status_code=503)
+        return await super().generate(request)
 
     def _said(self, turn: int, request: str) -> str:
         number = request.split("-c")[-1].split("-")[0]
@@ -65,14 +77,11 @@ async def test_another_replica_goes_on_with_the_transcript(stack: Stack) -> None
     host = Writer(stack.bus, stack.tokenizer, "h0", SCRIPT)
     async with host.up():
         async with stack.service("one"):
-            host.delay_s = 0.05
+            host.hold_request = 3
             await stack.submit(episode)
-
-            async def two_calls() -> bool:
-                return len(calls(await stack.log(episode))) == 2
-
-            await eventually(two_calls)
-        host.delay_s = 0.0
+            await eventually(lambda: len(host.requests) == 3)
+            assert len(calls(await stack.log(episode))) == 2
+        host.go_on.set()
         async with stack.service("two"):
             await eventually(lambda: stack.ended(episode))
     assert_whole(stack, await stack.log(episode))

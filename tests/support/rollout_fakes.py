@@ -98,6 +98,9 @@ class FakeHost:
         self.hold_after: int | None = None
         """Of a stream: the tokens after which it waits for `go_on`."""
         self.go_on = asyncio.Event()
+        self.pause_after: int | None = None
+        """Of a call that is no stream: the tokens after which it waits for `go_on`, or for a drain."""
+        self.pausing = asyncio.Event()
         self.cut_after: int | None = None
         """Of a stream: the tokens after which its connection is lost, once."""
         self.alternatives: dict[int, list[str]] = {}
@@ -143,7 +146,9 @@ class FakeHost:
         finish = "length"
         self.calls += 1
         try:
-            for token in rest[: body["sampling_params"]["max_tokens"]]:
+            for at, token in enumerate(rest[: body["sampling_params"]["max_tokens"]]):
+                if at == self.pause_after:
+                    await self._pause()
                 if self.delay_s:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self.delay_s):
@@ -171,6 +176,15 @@ class FakeHost:
         call = request.rsplit("-", 1)[0]  # without the number of the try
         chosen = self._chosen.setdefault(turn, {})
         return texts[chosen.setdefault(call, len(chosen)) % len(texts)]
+
+    async def _pause(self) -> None:
+        self.pausing.set()
+        waits = [asyncio.create_task(event.wait()) for event in (self.go_on, self.draining)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _increments(self, tokens: list[int]) -> AsyncIterator[bytes]:
         self.calls += 1
@@ -405,7 +419,7 @@ class Stack:
                     yield context
                 finally:
                     context.stopping.set()
-                    await eventually(lambda: not service.live)
+                    await eventually(lambda: not service.live, 60)
                     running.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await running
