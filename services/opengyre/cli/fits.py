@@ -15,6 +15,7 @@ from opengyre.shared.settings import HostSettings
 from opengyre.sizing import memory
 from opengyre.sizing.hardware import GIB, Machine
 from opengyre.sizing.shape import Shape
+from opengyre.sizing.time import split
 from opengyre.tiny.config import ModelDirectoryError
 
 CONTEXT: Final = "GYRE_HOST__VLLM_CONTEXT"
@@ -149,10 +150,11 @@ def _check(
         )
     if not room.gpus:
         replica = serving.weights + serving.kv + (OVERHEAD_BYTES if serving.engine == "vllm" else 0)
-        # A cell serves or trains; so much is held when all do what takes more.
-        needed = room.cells * max(replica, training.total) + trainer.total
+        needed = held(spec, room.cells, replica, training.total) + trainer.total
         if needed > device:
-            fits = max(0, (device - trainer.total) // max(replica, training.total))
+            fewer = range(room.cells - 1, 0, -1)
+            left = device - trainer.total
+            fits = next((n for n in fewer if held(spec, n, replica, training.total) <= left), 0)
             raise ModelDirectoryError(
                 f"{room.cells} cells and the trainer need {_gib(needed)} GiB of this machine's memory, of which "
                 f"{_gib(device)} are free; {room.more} {fits} would do"
@@ -160,6 +162,15 @@ def _check(
                 else f"a cell and the trainer need {_gib(max(replica, training.total) + trainer.total)} GiB of this "
                 f"machine's memory, of which {_gib(device)} are free"
             )
+
+
+def held(spec: RunSpec, cells: int, replica: int, training: int) -> int:
+    """Bytes that the cells hold together at most; a cell serves (`replica`) or trains, and one that switches counts
+    with what takes more: at a run's beginning all that may serve do, and at a burst's end all that may train."""
+    serve, train = split(spec, cells)
+    if serve + train == cells:
+        return serve * replica + train * training
+    return cells * max(replica, training)
 
 
 def _ranks_that_do(shape: Shape, host: HostSettings, device: int) -> str:

@@ -84,7 +84,7 @@ def times(
     calls that a host takes at full speed."""
     load, dispatch = load_of(spec), spec.dispatch
     executions = dispatch.update_executions
-    rollout_cells, _ = _split(spec, machine.cells)
+    rollout_cells, _ = split(spec, machine.cells)
     live = (dispatch.phi + dispatch.mu) * executions / max(1.0, rollout_cells)
     calls = max(1, int(min(capacity, kv_tokens // max(1, load.path), live)))
     rate = tokens_per_s(shape, machine, weight_bytes, kv_width, calls, load.path / 2)
@@ -94,10 +94,10 @@ def times(
     trained = PASSES * token / (machine.train_flops * machine.train_efficiency)
     switch = 2 * (weight_bytes / machine.load_bytes_s + machine.start_s)
     found = _together(spec, machine.cells, rollout, unique * trained, switch, calls, rate)
-    return replace(found, train_unshared_s=executions * load.path * trained / max(1.0, _split(spec, machine.cells)[1]))
+    return replace(found, train_unshared_s=executions * load.path * trained / max(1.0, split(spec, machine.cells)[1]))
 
 
-def _split(spec: RunSpec, cells: int) -> tuple[float, float]:
+def split(spec: RunSpec, cells: int) -> tuple[int, int]:
     """Cells that serve and that train, where that is fixed; all of them both, where they switch."""
     if spec.elastic.policy == "static" and cells > 1:
         training = min(spec.elastic.train_cells, cells - 1)
@@ -107,7 +107,7 @@ def _split(spec: RunSpec, cells: int) -> tuple[float, float]:
 
 def _together(spec: RunSpec, cells: int, rollout: float, train: float, switch: float, calls: int, rate: float) -> Times:
     elastic, mu = spec.elastic, spec.dispatch.mu
-    serving, training = _split(spec, cells)
+    serving, training = split(spec, cells)
     if elastic.policy == "static" and cells > 1:
         took_rollout, took_train, lost = rollout / serving, train / training, 0.0
         # With nothing in reserve one waits for the other.
