@@ -35,7 +35,7 @@ from opengyre.tiny.types import EngineSettings, GenerateRequest, GenerateResult
 from support.cells import Log, Operator, gaps, operator, prompts, recorded, unexplained
 from support.stack import Whole, marked, whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(900)]
 
 QUICK = {
     "GYRE_HOST__HEARTBEAT_S": "0.3",
@@ -47,6 +47,8 @@ QUICK = {
     "GYRE_LOG__FORMAT": "console",
 }
 TURNS, GROUPS, MEMBERS = 3, 4, 4
+TRAINED_S = 240.0
+"""For what is left of a run; it only ends what hangs."""
 SUSPENDED_S = 2.0
 """A gap without a serving host that lasts so long is one that episodes must have been suspended in."""
 
@@ -162,7 +164,7 @@ async def test_200_drains_resumes_cordons_and_kills_interrupt_no_episode(tmp_pat
         assert not stack.driver.facts.finished, "the run was over before the operations were: give it more updates"
         for host in sorted(man.hosts.values):
             await man.wish(host, "resume", waits=False)
-        await asyncio.wait_for(training, 90)
+        await asyncio.wait_for(training, TRAINED_S)
 
         log = await recorded(stack, "demo")
         await check_laws(stack, log, updates)
@@ -182,7 +184,7 @@ async def fresh_calls(man: Operator, host: str, since: float, count: int) -> lis
     def found() -> list[Call]:
         return [call for at, call in man.tap.calls if call.hosts == (host,) and at - call.duration_s > since]
 
-    assert await man.tap.wait(lambda: len(found()) >= count, 30), (man.hosts.values, len(man.tap.calls))
+    assert await man.tap.wait(lambda: len(found()) >= count, 90), (man.hosts.values, len(man.tap.calls))
     return found()
 
 
@@ -190,7 +192,7 @@ async def ask(url: str, run: str) -> tuple[int, str]:
     """A call straight to a host; its status and the kind of its refusal."""
     body = {"request_id": "straight", "token_ids": [20], "model": run, "sampling_params": {"max_tokens": 1}}
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=400)) as session,
         session.post(f"{url}/inference/v1/generate", json=body) as response,
     ):
         return response.status, (await response.json()).get("error", {}).get("type", "")
@@ -213,7 +215,7 @@ async def check_fences(stack: Whole, man: Operator, host: str) -> None:
     level = await bucket.put(host, old[0])
     for _ in range(3):
         beat = man.hosts.revisions[host]
-        assert await stack.wait(lambda beat=beat: man.hosts.revisions.get(host, 0) > beat, 5)
+        assert await stack.wait(lambda beat=beat: man.hosts.revisions.get(host, 0) > beat, 60)
         assert (man.hosts.values[host].state, man.hosts.values[host].epoch) == (HostState.TRAIN, before.epoch)
     assert len((await recorded(stack, "demo")).changes) == changes
     await man.wish(host, "resume")
@@ -232,26 +234,26 @@ async def test_a_host_that_hangs_is_lost_and_joins_anew(tmp_path: Path, policy: 
     ):
         training = asyncio.create_task(stack.driver.train())
         await fresh_calls(man, "host1", 0, 1)
-        assert await stack.wait(lambda: _busy(man, "host1"), 30), man.hosts.values
+        assert await stack.wait(lambda: _busy(man, "host1"), 90), man.hosts.values
         frozen = man.hosts.values["host1"]
         pid = stack.run.supervisor.children["host1"].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
             straight = asyncio.create_task(ask(frozen.url, "demo"))
-            assert await stack.wait(lambda: "host1" not in man.hosts.values, 15), "it is not LOST"
+            assert await stack.wait(lambda: "host1" not in man.hosts.values, 60), "it is not LOST"
             cells = await stack.api.get("/v1/cells", CellsReport)
             assert {cell.cell: cell.state for cell in cells.cells}["host1"] == "lost"
             # Its calls have to go on elsewhere for these to be trained.
             newer = max(stack.driver.facts.published) + 2
-            assert await stack.wait(lambda: newer in stack.driver.facts.published, 45), stack.driver.shown.waits
+            assert await stack.wait(lambda: newer in stack.driver.facts.published, 180), stack.driver.shown.waits
         finally:
             woken = time.time()
             os.kill(pid, signal.SIGCONT)
         assert await straight == (503, "not_serving")
         calls = await fresh_calls(man, "host1", woken, 3)
         assert min(span.version for call in calls for span in call.versions) >= newer
-        await asyncio.wait_for(training, 60)
+        await asyncio.wait_for(training, TRAINED_S)
 
         log = await recorded(stack, "demo")
         own = [(at, change) for at, change in log.changes if change.host == "host1" and at > woken]
@@ -284,7 +286,7 @@ def again(directory: Path, calls: Sequence[tuple[GenerateRequest, Call]], versio
     """The same requests to an engine that nobody disturbs."""
     engine = TinyEngine(directory, version, EngineSettings(max_batch=16, threads=1))
     try:
-        return [future.result(60) for future in [engine.submit(request) for request, _ in calls]]
+        return [future.result(240) for future in [engine.submit(request) for request, _ in calls]]
     finally:
         engine.close()
 
@@ -304,7 +306,7 @@ async def test_moved_calls_of_tiny_engines_give_the_tokens_of_unmoved_ones(tmp_p
         assert not stack.driver.facts.finished, "the run was over before the operations were: give it more updates"
         for host in sorted(man.hosts.values):
             await man.wish(host, "resume", waits=False)
-        await asyncio.wait_for(training, 90)
+        await asyncio.wait_for(training, TRAINED_S)
         keeping.cancel()
         log = await recorded(stack, "demo")
         await check_laws(stack, log, updates)

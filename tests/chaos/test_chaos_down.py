@@ -16,7 +16,7 @@ CHECK = Check(name="there", command="test -e /workspace/given.txt", weight=1.0)
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sandbox
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 async def test_down_and_up_again_ends_no_episode(tmp_path: Path, policy: Path) -> None:
     state = tmp_path / "state"
     spec = small_run(policy, 1000)
@@ -32,12 +32,12 @@ async def test_down_and_up_again_ends_no_episode(tmp_path: Path, policy: Path) -
     ]
     async with whole(state, spec) as stack:
         facts = stack.driver.facts
-        assert await stack.wait(lambda: "rollout" in stack.driver.shown.cells.values(), 60), stack.driver.shown.cells
+        assert await stack.wait(lambda: "rollout" in stack.driver.shown.cells.values(), 120), stack.driver.shown.cells
         await stack.api.post("/v1/tasks", {"run": "demo", "tasks": tasks})
-        assert await stack.wait(lambda: len(facts.ended) >= 2 and len(facts.live) >= 8, 60), stack.driver.shown
+        assert await stack.wait(lambda: len(facts.ended) >= 2 and len(facts.live) >= 8, 120), stack.driver.shown
         await stack.api.post("/v1/cells/host0/drain", None)
         await stack.api.post("/v1/cells/host1/drain", None)
-        assert await stack.wait(lambda: len(facts.suspended) >= 4, 30), stack.driver.shown
+        assert await stack.wait(lambda: len(facts.suspended) >= 4, 120), stack.driver.shown
         live = set(facts.live)
     assert marked(state) == {}
 
@@ -45,7 +45,7 @@ async def test_down_and_up_again_ends_no_episode(tmp_path: Path, policy: Path) -
         facts = stack.driver.facts
         await stack.api.post("/v1/cells/host0/resume", None)
         await stack.api.post("/v1/cells/host1/resume", None)
-        assert await stack.wait(lambda: len(facts.ended) >= len(tasks), 120), stack.driver.shown
+        assert await stack.wait(lambda: len(facts.ended) >= len(tasks), 300), stack.driver.shown
         stored = await read(stack.bus, subjects.TRAJ, subjects.traj("demo", "*", "*", "ended"))
         endings = [event for message in stored if isinstance(event := message.event(), Ended)]
         assert [(e.execution, e.detail) for e in endings if e.reason == "infra"] == []

@@ -12,7 +12,7 @@ from opengyre.proto.traj import Call, Ended, Resumed, SandboxOpened, Suspended, 
 from opengyre.shared.bus import call, read
 from support.stack import Whole, small_run, whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.sandbox, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.sandbox, pytest.mark.timeout(900)]
 CHECKS = (
     Check(name="untouched", command="test ! -e /workspace/tampered", weight=0.75),
     Check(name="marked", command="test -e /workspace/tampered", weight=0.25),
@@ -39,10 +39,10 @@ async def suspend(stack: Whole, names: list[str]) -> set[str]:
     await stack.api.post("/v1/cells/host0/drain", None)
     await stack.api.post("/v1/cells/host1/drain", None)
     serving = {"rollout", "joining", "draining"}
-    assert await stack.wait(lambda: not serving & set(stack.driver.shown.cells.values()), 30), stack.driver.shown.cells
+    assert await stack.wait(lambda: not serving & set(stack.driver.shown.cells.values()), 120), stack.driver.shown.cells
     await submit(stack, names)
     facts = stack.driver.facts
-    assert await stack.wait(lambda: len(facts.suspended) >= len(names), 30), stack.driver.shown
+    assert await stack.wait(lambda: len(facts.suspended) >= len(names), 120), stack.driver.shown
     return set(facts.suspended)
 
 
@@ -56,23 +56,23 @@ async def test_a_drain_of_every_host_suspends_and_a_resume_continues_in_the_same
 ) -> None:
     async with whole(tmp_path / "state", small_run(policy, 1000), hosts=2) as stack:
         facts = stack.driver.facts
-        assert await stack.wait(lambda: "rollout" in stack.driver.shown.cells.values(), 60), stack.driver.shown.cells
+        assert await stack.wait(lambda: "rollout" in stack.driver.shown.cells.values(), 120), stack.driver.shown.cells
         # Many, so that the drain finds some in the middle of their turns.
         names = [f"task_{i:03d}" for i in range(60)]
         await submit(stack, names)
-        assert await stack.wait(lambda: len(facts.ended) >= 2 and len(facts.live) >= 8, 60), stack.driver.shown
+        assert await stack.wait(lambda: len(facts.ended) >= 2 and len(facts.live) >= 8, 120), stack.driver.shown
         before: dict[str, list[object]] = {}
         for _ in range(4):  # until a drain finds some in the middle of their turns
             await stack.api.post("/v1/cells/host0/drain", None)
             await stack.api.post("/v1/cells/host1/drain", None)
-            assert await stack.wait(lambda: len(facts.suspended) >= 4, 30), stack.driver.shown
+            assert await stack.wait(lambda: len(facts.suspended) >= 4, 120), stack.driver.shown
             suspended = set(facts.suspended)
             before = {execution: await log_of(stack, execution) for execution in suspended}
             if any(isinstance(event, Call) for log in before.values() for event in log):
                 break
             await resume(stack)
             ended = len(facts.ended)
-            assert await stack.wait(lambda e=ended: len(facts.ended) > e, 60), stack.driver.shown
+            assert await stack.wait(lambda e=ended: len(facts.ended) > e, 120), stack.driver.shown
         suspended = set(before)
         assert any(isinstance(event, Call) for log in before.values() for event in log)  # some are under way
         boxes = {
@@ -86,7 +86,7 @@ async def test_a_drain_of_every_host_suspends_and_a_resume_continues_in_the_same
             assert info.expires_in_s > 0
 
         await resume(stack)
-        assert await stack.wait(lambda: len(facts.ended) >= len(names), 90), stack.driver.shown
+        assert await stack.wait(lambda: len(facts.ended) >= len(names), 300), stack.driver.shown
         for execution in suspended:
             log = await log_of(stack, execution)
             assert log[: len(before[execution])] == before[execution]
@@ -107,11 +107,11 @@ async def test_the_score_is_what_is_found_in_the_sandbox(tmp_path: Path, policy:
     """Two equal episodes wait; a file is put into the sandbox of one behind its agent's back, and its score changes."""
     async with whole(tmp_path / "state", small_run(policy, 1000), hosts=2) as stack:
         facts = stack.driver.facts
-        assert await stack.wait(lambda: "rollout" in stack.driver.shown.cells.values(), 60), stack.driver.shown.cells
+        assert await stack.wait(lambda: "rollout" in stack.driver.shown.cells.values(), 120), stack.driver.shown.cells
         first, second = sorted(await suspend(stack, ["honest", "tampered"]))
         boxes = [event for x in (first, second) for event in await log_of(stack, x) if isinstance(event, SandboxOpened)]
         request = WriteRequest(sandbox=boxes[1].sandbox, path="tampered", data=b"yes")
         await call(stack.bus, proto.SERVICE, boxes[1].node, "write", request, WriteResult, timeout_s=5)
         await resume(stack)
-        assert await stack.wait(lambda: {"honest", "tampered"} <= facts.evaluations.keys(), 60), stack.driver.shown
+        assert await stack.wait(lambda: {"honest", "tampered"} <= facts.evaluations.keys(), 120), stack.driver.shown
         assert sorted(facts.evaluations.values()) == [0.25, 0.75]

@@ -28,7 +28,7 @@ async def kill_in_turn(stack: Whole) -> int:
     facts, killed = stack.driver.facts, 0
     for victim in VICTIMS:
         ended = len(facts.ended)
-        assert await stack.wait(lambda e=ended: facts.finished or (bool(facts.live) and len(facts.ended) > e), 90), (
+        assert await stack.wait(lambda e=ended: facts.finished or (bool(facts.live) and len(facts.ended) > e), 180), (
             victim,
             stack.driver.shown,
         )
@@ -45,7 +45,7 @@ async def kill_in_turn(stack: Whole) -> int:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sandbox
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_a_run_survives_the_death_of_everything_in_turn(tmp_path: Path, policy: Path) -> None:
     state = tmp_path / "state"
     async with whole(state, small_run(policy, UPDATES)) as stack:

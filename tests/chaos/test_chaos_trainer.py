@@ -56,11 +56,11 @@ class Moments:
             await asyncio.sleep(self._rng.uniform(0, 1.0))
             return
         if moment == "writing":
-            await eventually(self.half_written, 30, 0.001)
+            await eventually(self.half_written, 90, 0.001)
         elif moment in ("renamed", "weights"):
             folder = self._checkpoints if moment == "renamed" else self._weights
             before = self._versions(folder)
-            await eventually(lambda: self._versions(folder) - before, 30, 0.001)
+            await eventually(lambda: self._versions(folder) - before, 90, 0.001)
         else:
             stream = subjects.WEIGHTS if moment == "published" else subjects.UPDATES
             of = subjects.weights if moment == "published" else subjects.update
@@ -70,13 +70,13 @@ class Moments:
             async def news() -> bool:
                 return await told() > before
 
-            await eventually(news, 30, 0.001)
+            await eventually(news, 90, 0.001)
         await asyncio.sleep(self._rng.uniform(0, 0.015))
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 async def test_fifty_deaths_of_the_trainer_lose_and_double_nothing(
     bus: Bus, nats_server, tmp_path: Path, python: str
 ) -> None:
@@ -115,7 +115,7 @@ async def test_fifty_deaths_of_the_trainer_lose_and_double_nothing(
             found = await runs.get(RUN)
             return found is not None and found[0].state == "finished"
 
-        await eventually(finished, 120)
+        await eventually(finished, 300)
         for task in training:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

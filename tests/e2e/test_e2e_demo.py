@@ -12,9 +12,9 @@ UPDATES = 8
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sandbox
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_demo_keeps_its_promises_and_leaves_nothing(tmp_path: Path) -> None:
-    done, summary = demonstrated(tmp_path, "--updates", str(UPDATES), timeout_s=380)
+    done, summary = demonstrated(tmp_path, "--updates", str(UPDATES), timeout_s=880)
     for word in ("update", "score", "versions", "cells", "staleness", "episodes"):
         assert word in done.stderr
     assert "all kept" in done.stdout
@@ -24,7 +24,9 @@ def test_the_demo_keeps_its_promises_and_leaves_nothing(tmp_path: Path) -> None:
     for terms in (summary["accounting"]["groups"], summary["accounting"]["executions"]):
         dropped = sum(terms["dropped"].values())
         assert terms["dispatched"] == terms["trained"] + dropped + terms["ready"] + terms["live"]
-    assert summary["weight_versions"]["applied"] == summary["weight_versions"]["published"] == UPDATES // 2 + 1
+    assert summary["weight_versions"]["published"] == UPDATES // 2 + 1
+    # One that the next has overtaken while every host trained is applied by none.
+    assert summary["weight_versions"]["applied"] >= UPDATES // 2
     assert summary["role_switches"] >= 6
     assert summary["staleness"]["predicted"] == 1.0
     assert summary["staleness"]["max"] >= 1

@@ -24,7 +24,7 @@ FAILS = "echo two > a.txt"
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.sandbox
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     machine.find_bwrap() is None or machine.user_namespaces() is not None, reason="needs bubblewrap and user namespaces"
 )
@@ -36,7 +36,7 @@ async def test_an_unmodified_agent_is_trained(tmp_path: Path) -> None:
         model=str(model),
         updates=1,
         dispatch=Dispatch(phi=0, mu=1, batch_groups=1, group_size=4, min_members=2),
-        harness=Harness(agent="program", program=LINE, max_turns=8, max_tokens=60, time_budget_s=300),
+        harness=Harness(agent="program", program=LINE, max_turns=8, max_tokens=60, time_budget_s=900),
         optimization=Optimization(learning_rate=1e-3),
         elastic=Elastic(dwell_s=0.2),
     )
@@ -54,7 +54,7 @@ async def test_an_unmodified_agent_is_trained(tmp_path: Path) -> None:
     }
     async with whole(tmp_path / "state", spec, environment=environment) as stack:
         await stack.api.post("/v1/tasks", {"run": spec.run, "tasks": [msgspec.to_builtins(task)]})
-        assert await stack.wait(lambda: stack.driver.facts.finished, 300), stack.notes[-3:]
+        assert await stack.wait(lambda: stack.driver.facts.finished, 900), stack.notes[-3:]
         stored = await read(stack.bus, subjects.TRAJ, f"{subjects.PREFIX}.traj.{spec.run}.>")
         events = [one.event() for one in stored]
         committed = [

@@ -23,7 +23,7 @@ from support.stack import Whole
 
 VERBS = {"drain": 30, "resume": 35, "cordon": 20, "kill": 15}
 SETTLED = {"rollout": HostState.ROLLOUT, "train": HostState.TRAIN, "cordoned": HostState.CORDONED}
-OBEY_S = 30.0
+OBEY_S = 90.0
 CALLS_S = 2.0
 
 

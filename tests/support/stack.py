@@ -55,7 +55,7 @@ class Whole:
     driver: Driver
     notes: list[str]
 
-    async def restarted(self, name: str, before: int, bound_s: float = 60) -> None:
+    async def restarted(self, name: str, before: int, bound_s: float = 150) -> None:
         """Wait until `name` runs as another process."""
         child = self.run.supervisor.children[name]
         assert await self.wait(lambda: child.pid not in (None, before), bound_s), f"{name} was not started again"

@@ -139,7 +139,7 @@ async def trainer(bus: Bus, blobs: Blobs, tmp_path: Path, name: str, **settings)
         yield context
     finally:
         context.stopping.set()
-        await asyncio.wait([running], timeout=15)
+        await asyncio.wait([running], timeout=60)
         running.cancel()
         await asyncio.wait([running], timeout=5)
     running.result()

@@ -34,7 +34,8 @@ from opengyre.shared.settings import Settings, is_set, load
 from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 
 BROKER_S = 20.0
-READY_S = 60.0
+READY_S = 180.0
+"""Eight programs start in some seconds, and in a minute and more where the machine has other things to do."""
 SANDBOXES_S = 30.0
 MAX_TINY = 64
 """Hosts that are processes of their own."""
