@@ -68,8 +68,8 @@ async def test_a_rank_that_is_late_is_named_and_ended() -> None:
     async with crew(2) as found:
         pids = found.pids
         await found.burst(sleep, [0, 0], timeout_s=60)
-        with pytest.raises(RanksError, match="rank 1 of 2 did not answer within 2 s"):
-            await found.burst(sleep, [0, 600], timeout_s=2)
+        with pytest.raises(RanksError, match="rank 1 of 2 did not answer within 5 s"):
+            await found.burst(sleep, [0, 600], timeout_s=5)
         assert all(map(gone, pids))
 
 
@@ -95,7 +95,7 @@ async def test_ranks_end_with_a_supervisor_that_is_killed() -> None:
     assert len(pids) == 1
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not all(map(gone, pids)):  # noqa: ASYNC110 - a process that is nobody's child here tells nobody
             await asyncio.sleep(0.02)
 

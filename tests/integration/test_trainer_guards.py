@@ -58,7 +58,7 @@ async def trained(bus: Bus, updates: int) -> list[Committed]:
     async def all_there() -> bool:
         return len(await events(bus, subjects.UPDATES, subjects.update(RUN, "committed"))) >= updates
 
-    await eventually(all_there, timeout_s=30)
+    await eventually(all_there, timeout_s=90)
     return await events(bus, subjects.UPDATES, subjects.update(RUN, "committed"))
 
 

@@ -20,6 +20,7 @@ from opengyre.shared.bus import Bucket, Bus
 from opengyre.shared.settings import CacheSettings
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.model import TinyModel
+from opengyre.trainer import service
 from support import eventually
 from support.trainer_fakes import CONFIG, RUN, Cell, events, offer, ready, trainer
 
@@ -73,7 +74,7 @@ async def reach(bus: Bus, version: int) -> None:
     async def there() -> bool:
         return len(await committed(bus)) >= version
 
-    await eventually(there, 30)
+    await eventually(there, 90)
 
 
 async def test_parts_of_groups_fill_updates_and_straddle_them(
@@ -99,7 +100,7 @@ async def test_parts_of_groups_fill_updates_and_straddle_them(
         async def empty() -> bool:
             return (await bus.stream_info(subjects.GROUPS)).state.messages == 0
 
-        await eventually(empty, 30)
+        await eventually(empty, 90)
         cell.stop.set()
         await training
     done = await committed(bus)
@@ -125,7 +126,7 @@ async def test_without_streaming_a_burst_is_trained_once_it_is_complete(
         training = asyncio.create_task(cell.train())
         await offer(bus, *(part for number in range(3) for part in parts(number, G)), parts(3, 3)[0])
         wanted = "executions: 15 of 16 of the burst that begins with update 1"
-        await eventually(lambda: any(wait.what == wanted for wait in context.waits.report()), 30)
+        await eventually(lambda: any(wait.what == wanted for wait in context.waits.report()), 90)
         assert not cell.seen
         await offer(bus, parts(3, 3)[1])
         await reach(bus, 2)
@@ -148,7 +149,7 @@ async def test_what_is_too_stale_to_enter_leaves_training_and_is_counted(
         async def dropped() -> bool:
             return any(event.outcome == "dropped" for event in await consumed(bus))
 
-        await eventually(dropped, 30)
+        await eventually(dropped, 90)
         await offer(bus, parts(0, 3)[1], *(part for number in (3, 4) for part in parts(number, G, version=1)))
         await reach(bus, 2)
         cell.stop.set()
@@ -159,8 +160,19 @@ async def test_what_is_too_stale_to_enter_leaves_training_and_is_counted(
     assert [event.staleness for event in await committed(bus)] == [(0, 0, 0), (0, 0)]
 
 
-async def test_a_live_change_of_mu_skips_no_publication(bus: Bus, blobs: Blobs, model: Path, tmp_path: Path) -> None:
+async def test_a_live_change_of_mu_skips_no_publication(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = await start(bus, model, mu=3)
+    taken, active_run = asyncio.Event(), service.active_run
+
+    def looking(*where: Any) -> RunSpec | None:
+        found = active_run(*where)
+        if found is not None and found.dispatch.mu == 2:
+            taken.set()
+        return found
+
+    monkeypatch.setattr(service, "active_run", looking)
     cell = Cell(bus, blobs, "h0")
 
     async def opened(number: int) -> bool:
@@ -170,10 +182,10 @@ async def test_a_live_change_of_mu_skips_no_publication(bus: Bus, blobs: Blobs, 
     async with trainer(bus, blobs, tmp_path, "t0"):
         training = asyncio.create_task(cell.train())
         await offer(bus, *(part for number in range(2) for part in parts(number, G)))
-        await eventually(lambda: opened(2), 30)
+        await eventually(lambda: opened(2), 90)
         changed = msgspec.structs.replace(spec, dispatch=msgspec.structs.replace(spec.dispatch, mu=2))
         await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, changed)
-        await asyncio.sleep(0.6)  # The trainer looks at the runs every quarter of a second.
+        await asyncio.wait_for(taken.wait(), 90)
         await offer(bus, *(part for number in range(2, 6) for part in parts(number, G)))
         await reach(bus, 3)
         cell.stop.set()

@@ -60,7 +60,7 @@ async def reach(bus: Bus, version: int) -> None:
     async def there() -> bool:
         return len(await committed(bus)) >= version
 
-    await eventually(there, 30)
+    await eventually(there, 90)
 
 
 async def published(bus: Bus, version: int) -> Manifest:
@@ -68,7 +68,7 @@ async def published(bus: Bus, version: int) -> Manifest:
         found: list[WeightsPublished] = await events(bus, subjects.WEIGHTS, subjects.weights(RUN, "published"))
         return bool(found) and found[-1].manifest.version == version
 
-    await eventually(there, 30)
+    await eventually(there, 90)
     found = await events(bus, subjects.WEIGHTS, subjects.weights(RUN, "published"))
     return found[-1].manifest
 
@@ -124,7 +124,7 @@ async def test_what_was_damaged_while_no_trainer_lived_is_whole_when_one_has_sta
     spoil(first, "config.json")
     spoil(base, "model.safetensors")
     async with trainer(bus, blobs, tmp_path, "t1"):
-        await eventually(lambda: not damaged(Path(first.directory)) and not damaged(Path(base.directory)), 30)
+        await eventually(lambda: not damaged(Path(first.directory)) and not damaged(Path(base.directory)), 90)
     verify(first)
     verify(base)
 
@@ -208,4 +208,4 @@ async def test_a_model_that_cannot_be_trained_is_waited_for_by_the_field_that_is
     fields = {**LLAMA, "model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 64}
     await start(bus, save_stock(tmp_path / "model", fields), updates=1, mu=1)
     async with trainer(bus, blobs, tmp_path, "t0") as context:
-        await eventually(lambda: any("model_type is 'gpt2'" in wait.what for wait in context.waits.report()), 30)
+        await eventually(lambda: any("model_type is 'gpt2'" in wait.what for wait in context.waits.report()), 90)

@@ -72,7 +72,7 @@ async def service(bus: Bus, blobs: Blobs, tmp_path: Path) -> AsyncIterator[None]
         yield
     finally:
         context.stopping.set()
-        await asyncio.wait([running], timeout=15)
+        await asyncio.wait([running], timeout=60)
     running.result()
 
 
@@ -105,7 +105,7 @@ async def made(bus: Bus) -> GroupReady:
 
     await eventually(scored, 90)
     async with pulling(bus, *subjects.TRAINER_GROUPS) as puller:
-        delivery = await puller.take(5)
+        delivery = await puller.take(60)
         assert delivery is not None
         ready = await delivery.event()
         await delivery.ack()
@@ -158,7 +158,7 @@ async def test_a_call_of_more_than_a_million_new_ids_ends_in_a_group(bus: Bus, b
     everything = await read(bus, subjects.TRAJ, subjects.traj("r", GROUP, "*", "*"))
     replayed = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-m", "opengyre.trajectory.replay"], capture_output=True, check=True,
-        input=b"\n".join(message.payload for message in everything), timeout=120, cwd=tmp_path,
+        input=b"\n".join(message.payload for message in everything), timeout=240, cwd=tmp_path,
         env={**os.environ, "GYRE_STATE_DIR": str(tmp_path / "state")},
     )  # fmt: skip
     group = codec.decode(replayed.stdout.strip())

@@ -70,13 +70,16 @@ async def record(bus: Bus, *events: TrajEvent) -> None:
 async def ready(bus: Bus) -> list[GroupReady]:
     """What is in the work queue; it is taken out."""
     found: list[GroupReady] = []
-    async with pulling(bus, *subjects.TRAINER_GROUPS) as puller:
-        while (delivery := await puller.take(0.5)) is not None:
-            event = await delivery.event()
-            assert isinstance(event, GroupReady)
-            found.append(event)
-            await delivery.ack()
-    return found
+    async with pulling(bus, *subjects.TRAINER_GROUPS) as puller, asyncio.timeout(90):
+        while True:
+            delivery = await puller.take(0.5)
+            if delivery is not None:
+                event = await delivery.event()
+                assert isinstance(event, GroupReady)
+                found.append(event)
+                await delivery.ack()
+            elif (await bus.stream_info(subjects.GROUPS)).state.messages == 0:
+                return found
 
 
 async def scored(bus: Bus) -> list[GroupScored]:
@@ -105,7 +108,7 @@ async def service(bus: Bus, blobs: Blobs, tmp_path: Path) -> AsyncIterator[Conte
         yield context
     finally:
         context.stopping.set()
-        await asyncio.wait([running], timeout=15)
+        await asyncio.wait([running], timeout=60)
     running.result()
 
 
@@ -118,14 +121,14 @@ async def test_a_group_is_made_when_its_last_member_ends(bus: Bus, blobs: Blobs,
         async def one() -> bool:
             return len(await scored(bus)) == 1
 
-        await eventually(one, 30)
+        await eventually(one, 90)
         assert [event.outcome for event in await scored(bus)] == ["evaluated"]
         await record(bus, second[-1])
 
         async def two() -> bool:
             return len(await scored(bus)) == 2
 
-        await eventually(two, 30)
+        await eventually(two, 90)
         assert context.gauges["groups_scored"] == 2
     made = await ready(bus)
     assert made == replay_groups([*first, *second])
@@ -140,7 +143,7 @@ async def test_members_that_are_too_large_travel_as_a_blob(bus: Bus, blobs: Blob
         async def one() -> bool:
             return len(await scored(bus)) == 1
 
-        await eventually(one, 30)
+        await eventually(one, 90)
     (made,) = await ready(bus)
     assert made.members == ()
     assert made.blob is not None
@@ -156,7 +159,7 @@ async def test_what_is_no_event_becomes_a_dead_letter_and_stops_nothing(bus: Bus
         async def both() -> bool:
             return len(await scored(bus)) == 1 and len(await read(bus, subjects.DLQ, ">")) == 1
 
-        await eventually(both, 30)
+        await eventually(both, 90)
 
 
 async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, blobs: Blobs, tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ async def test_malformed_events_become_dead_letters_and_stop_nothing(bus: Bus, b
         async def both() -> bool:
             return len(await scored(bus)) == 2
 
-        await eventually(both, 30)
+        await eventually(both, 90)
     dead = [e for s in await read(bus, subjects.DLQ, ">") if isinstance(e := s.event(), DeadLetter)]
     reasons = {letter.origin_subject.split(".")[5][-3:]: letter.error for letter in dead}
     assert sorted(reasons) == ["e00", "e01", "e02", "e03", "e04", "e07"]
@@ -234,7 +237,7 @@ async def test_a_replay_of_a_spoilt_log_gives_the_bytes_that_went_to_the_trainer
         async def one() -> bool:
             return len(await scored(bus)) == 1
 
-        await eventually(one, 30)
+        await eventually(one, 90)
     told = await letters(bus)
     assert told.keys() == {without, garbage, contrary}
     assert "contradict its subject" in told[contrary]
@@ -265,7 +268,7 @@ async def test_garbage_of_a_group_without_a_start_becomes_dead_letters(bus: Bus,
         async def told() -> bool:
             return {garbage, contrary, wrong} <= (await letters(bus)).keys()
 
-        await eventually(told, 30)
+        await eventually(told, 90)
         why = await letters(bus)
     assert "contradict its subject" in why[contrary]
     assert "contradict its subject" in why[wrong]
@@ -300,18 +303,18 @@ async def test_kill_9_at_any_time_makes_each_group_once(bus: Bus, nats_server, t
                 await eventually(working, 60)
                 victim = replicas.pop(0)
                 victim.kill()
-                victim.wait(10)
+                victim.wait(60)
                 replicas.append(start())
 
         async def all_scored() -> bool:
             return len({event.group for event in await scored(bus)}) == groups
 
-        await eventually(all_scored, 60, 0.1)
+        await eventually(all_scored, 120, 0.1)
     finally:
         for replica in replicas:
             replica.terminate()
         for replica in replicas:
-            replica.wait(30)
+            replica.wait(60)
     made = await ready(bus)
     assert sorted(group.group for group in made) == sorted({group.group for group in made}), "each once"
     assert sorted(made, key=lambda group: group.group) == replay_groups(everything)

@@ -136,7 +136,7 @@ async def test_what_the_engine_says_of_itself_is_what_its_host_reports(
             await eventually(lambda: engine.stats().waiting == 1)
             stats = engine.stats()
             assert (stats.running, stats.kv_usage) == (2, 0.97)
-            fake.page = figures(2, 1, 3000, 30)
+            fake.page = figures(2, 1, 3_000_000, 30)  # however long that takes to be seen
             await eventually(lambda: engine.stats().prefix_hits == 0.25)
             assert engine.stats().tokens_per_s > 1000
             # A page that is not there says nothing of now; the calls themselves are known.

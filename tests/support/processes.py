@@ -32,7 +32,7 @@ def process(stack: Stack, service: str, **settings: str) -> Iterator[subprocess.
     finally:
         running.terminate()
         try:
-            running.wait(15)
+            running.wait(60)
         except subprocess.TimeoutExpired:
             running.kill()
             running.wait(5)

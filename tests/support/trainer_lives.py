@@ -51,7 +51,7 @@ class Lives:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), 30)
+            await asyncio.wait_for(self._process.wait(), 60)
         except TimeoutError:
             self._process.kill()
             raise

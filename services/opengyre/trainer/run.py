@@ -242,10 +242,14 @@ class RunTrainer:
         shown: contextlib.ExitStack | None = None
         try:
             while True:
+                before = asyncio.get_running_loop().time()
                 await asyncio.sleep(TICK_S)
                 now = asyncio.get_running_loop().time()
                 self._hear(desk, now)
-                desk.advance(Ticked(now, self._context.settings.trainer.cell_timeout_s))
+                timeout_s = self._context.settings.trainer.cell_timeout_s
+                # Who was itself away for long has not read what cells said meanwhile: not before the next look.
+                if now - before < TICK_S + timeout_s / 2:
+                    desk.advance(Ticked(now, timeout_s))
                 heard = max(desk.update.seen.values(), default=float("-inf"))
                 lacking = bool(desk.update.waiting) and now - heard > NO_CELL_S
                 if lacking and shown is None:
