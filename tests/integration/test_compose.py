@@ -260,7 +260,7 @@ def test_the_context_holds_what_the_dockerfile_copies() -> None:
 
 def probe(*arguments: str) -> int:
     command = [sys.executable, str(ROOT / "deploy" / "probe.py"), *arguments]
-    return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode
+    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -301,13 +301,13 @@ def test_the_health_check_tells_health_from_its_absence(valkey: Any, guarded: An
 
 @pytest.mark.parametrize("script", ["entrypoint.sh", "sandbox.sh"])
 def test_scripts_are_for_any_posix_shell(script: str) -> None:
-    subprocess.run(["sh", "-n", str(ROOT / "deploy" / script)], check=True, timeout=10)
+    subprocess.run(["sh", "-n", str(ROOT / "deploy" / script)], check=True, timeout=60)
 
 
 def test_an_image_without_a_service_says_how_it_is_built() -> None:
     done = subprocess.run(
         ["sh", str(ROOT / "deploy" / "entrypoint.sh")],
-        capture_output=True, text=True, timeout=10, check=False, env={"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, timeout=60, check=False, env={"PATH": os.environ["PATH"]},
     )  # fmt: skip
     assert done.returncode == 64
     assert "--build-arg SERVICE=" in done.stderr

@@ -93,7 +93,7 @@ async def test_an_update_is_trained_on_the_tokens_of_its_chats(
 
     async with trainer(bus, blobs, tmp_path, "t0"), cells(bus, blobs, tmp_path, through):
         await offer(bus, group(render))
-        await eventually(published, 30)
+        await eventually(published)
     [event] = await published()
     version = Path(event.manifest.directory)
     [done] = await events(bus, subjects.UPDATES, subjects.update(RUN, "committed"))

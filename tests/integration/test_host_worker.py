@@ -148,7 +148,7 @@ async def training(context: Context) -> AsyncIterator[tuple[Worker, asyncio.Even
         yield worker, leave
     finally:
         leave.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
         worker.close()
 
 
@@ -186,7 +186,7 @@ async def test_a_cell_gives_signs_of_life_while_it_hands_a_large_gradient_over(
     monkeypatch.setattr(worker_module, "TAKEN_PER_S", 1 << 10)
     trainer = SlowTrainer(base, [group(0)])
     async with trainer.serve(bus), training(context) as (worker, _):
-        await asyncio.wait_for(trainer.asked.wait(), 20)
+        await asyncio.wait_for(trainer.asked.wait(), 60)
         assert worker.group == group(0).group
         await asyncio.sleep(0.5)  # ten times as long as a small one may take
         trainer.answer.set()
@@ -209,7 +209,7 @@ async def test_a_cell_that_leaves_finishes_its_group_and_hands_over(bus: Bus, co
         task = asyncio.create_task(worker.train(leave))
         await eventually(lambda: trainer.leased == ["r-g000000", "r-g000001"])
         leave.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
         await worker.leave()
     assert [(held(t), t.leaving) for t in trainer.taken] == [(["r-g000001"], True)]
 
@@ -335,7 +335,7 @@ async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Cont
     task = asyncio.create_task(worker.train(leave))
     await eventually(lambda: any("trainer" in wait.what for wait in context.waits.report()))
     leave.set()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(6):  # less than it has patience for a trainer
         await task
         await worker.leave()
 

@@ -266,7 +266,7 @@ async def vllm_stack(folder: Path, directory: Path, models: Mapping[str, TinyMod
     notes: list[str] = []
     async with Supervisor(folder / "logs", notes.append) as supervisor:
         supervisor.start([Program("nats", command, ready="port", port=port, stop_s=15)])
-        assert await supervisor.wait_ready(["nats"], 20) == {}, notes
+        assert await supervisor.wait_ready(["nats"], 60) == {}, notes
         async with Bus(url, "test") as bus:
             await bootstrap(bus)
             stack = VllmStack(bus, folder, url, directory, models)

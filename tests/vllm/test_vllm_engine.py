@@ -124,7 +124,7 @@ async def test_what_vllm_says_of_itself_is_what_its_host_reports(engine: VllmEng
         assert engine.stats().waiting == 0
         over.set()
         await engine.abort(None)
-    await eventually(lambda: engine.stats().kv_usage == 0, 10)
+    await eventually(lambda: engine.stats().kv_usage == 0)
 
 
 async def test_tied_embeddings_are_packed_again_after_a_load(engine: VllmEngine, models: Models) -> None:
@@ -182,7 +182,7 @@ async def test_weights_by_which_the_engine_does_not_compute_are_refused(engine: 
             await engine.load(directory, old + 1)
     assert (engine.stats().state, engine.stats().version) == ("paused", old)
     await engine.resume()
-    for result, length in zip(await asyncio.wait_for(asyncio.gather(*running), 20), seen, strict=True):
+    for result, length in zip(await asyncio.wait_for(asyncio.gather(*running), 90), seen, strict=True):
         assert result.finish_reason == "abort"
         assert length <= len(result.token_ids) < 1200
         assert {span.version for span in result.weight_versions} == {old}
@@ -202,7 +202,7 @@ async def test_a_call_that_ends_while_weights_are_proven_waits_for_it(engine: Vl
     short = engine.submit(request("short", 1))
     with pytest.raises(EngineError, match="canary are off"):
         await engine.load(directory, old + 1)
-    result = await asyncio.wait_for(short, 20)
+    result = await asyncio.wait_for(short, 90)
     assert (result.token_ids, result.finish_reason) == ((), "abort")
     await engine.resume()
     assert engine.stats().version == old
@@ -217,7 +217,7 @@ async def test_a_call_of_less_priority_value_goes_first(engine: VllmEngine) -> N
         call = engine.submit(request(name, 40, priority=priority))
         call.add_done_callback(lambda _, name=name: order.append(name))
         calls.append(call)
-    await asyncio.sleep(0.2)  # until they are in its queue; it takes none while it is paused
+    await asyncio.sleep(2)  # until they are in its queue; it takes none while it is paused
     await engine.resume()
     await asyncio.gather(*calls)
     assert order == ["moved", "late"]
@@ -261,7 +261,7 @@ async def test_a_call_can_be_stopped_while_the_engine_is_paused(engine: VllmEngi
     await some(engine, "held", 20)
     await engine.pause()
     assert await engine.abort(None) == 1
-    result = await asyncio.wait_for(running, 10)
+    result = await asyncio.wait_for(running, 90)
     assert result.finish_reason == "abort"
     assert len(result.token_ids) >= 20
     await engine.resume()
@@ -349,13 +349,13 @@ async def test_an_engine_that_is_killed_loses_no_token_that_was_recorded(models:
         heard = engine.sampled("last", 0)
         assert engine._server is not None
         os.kill(engine._server._process.pid, signal.SIGKILL)
-        result = await asyncio.wait_for(running, 20)
+        result = await asyncio.wait_for(running, 90)
         assert result.finish_reason == "abort"
         assert result.token_ids[: len(heard.token_ids)] == heard.token_ids
         assert off(result, models, "old", 0, len(result.token_ids)) < NEAR
-        await eventually(lambda: engine.stats().state == "closed", 10)
+        await eventually(lambda: engine.stats().state == "closed")
         with pytest.raises((EngineClosedError, EngineError)):
             await engine.submit(request("later"))
-        await eventually(lambda: engine._server is not None and engine._server.memory() == 0, 20)
+        await eventually(lambda: engine._server is not None and engine._server.memory() == 0)
     finally:
         await engine.close()

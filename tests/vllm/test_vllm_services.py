@@ -31,7 +31,7 @@ from support.vllm_policy import BASH, CONTEXT, Shown, call, in_bytes, logprobs, 
 from support.vllm_stack import HOSTS, Heard, VllmStack, tree_of, vllm_stack, whole_prompts
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400), pytest.mark.torch, pytest.mark.slow
+    pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900), pytest.mark.torch, pytest.mark.slow
 ]  # fmt: skip
 
 NEAR = 2e-5
@@ -131,7 +131,7 @@ async def test_mini_swe_agent_as_it_is_solves_a_task_in_its_sandbox(stack: VllmS
     bound = {"SANDBOX__BINDS": f"{PLACE}={agents}", "SANDBOX__MEMORY_MB": "1024"}
     with process(stack, "sandbox", **bound) as node:
         async with Bucket(stack.bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
-            await eventually(lambda: node.pid in {one.pid for one in services.values.values() if one.ready}, 60)
+            await eventually(lambda: node.pid in {one.pid for one in services.values.values() if one.ready}, 120)
         async with stack.service("mini"):
             await stack.submit(episode)
             await eventually(lambda: stack.ended(episode), 300)
@@ -218,7 +218,7 @@ async def test_engines_that_are_killed_mid_call_lose_no_token_and_no_episode(sta
     async with stack.playing(max_tokens=LONG) as (agent, sandboxes), asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(agent.ask(USER, heard))
         await eventually(lambda: len(heard.text) > 20, 60)
-        await eventually(lambda: any(map(stack.running, HOSTS)), 10)
+        await eventually(lambda: any(map(stack.running, HOSTS)))
         first = stack.busy()
         second = next(name for name in HOSTS if name != first)
         stack.kill(first, "gyre_vllm_launch")
