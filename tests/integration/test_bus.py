@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
+import importlib
 
+import msgspec
 import pytest
+from nats.aio.msg import Msg
 from nats.js.kv import KeyValue
 
 from opengyre.proto import subjects
@@ -21,6 +25,7 @@ from opengyre.shared.bus import (
     RpcFailedError,
     bootstrap,
     call,
+    discover,
     follow,
     read,
     replay,
@@ -134,9 +139,7 @@ async def test_work_acknowledges_retries_and_buries(bus: Bus) -> None:
             stop.set()
 
     for number in (1, 2, 3):
-        await bus.publish_raw(
-            subjects.episode_dispatch("r"), __import__("msgspec").json.encode(submitted(number)), f"m{number}", "x"
-        )
+        await bus.publish_raw(subjects.episode_dispatch("r"), msgspec.json.encode(submitted(number)), f"m{number}", "x")
     await asyncio.wait_for(work(bus, *subjects.ROLLOUT_EPISODES, handler, stop=stop, concurrency=2), SOON_S)
     assert ("t1", 2) in seen
     letters = await read(bus, subjects.DLQ, "gyre.v1.dlq.>")
@@ -159,6 +162,22 @@ async def test_rpc_answers_errors_and_values(bus: Bus) -> None:
         assert error.value.kind == "not_allowed"
         with pytest.raises(RpcFailedError):
             await call(bus, "gateway", "any", "echo", Empty(), Wait)
+
+
+async def test_a_service_that_is_busy_is_discovered_all_the_same(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that answered later than in 0.3 s was none: "no sandbox service answers on the bus"."""
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module("opengyre.shared.bus.discover"), "FIRST_S", 600.0)
+        async with asyncio.timeout(SOON_S):
+            assert await discover(bus, "gyre-") == [], "nobody listens, and the broker says so"
+
+    async def answers(message: Msg, name: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        await message.respond(msgspec.json.encode({"name": name, "id": "1", "version": "1.0.0"}))
+
+    for name, delay_s in (("gyre-quick-any", 0.0), ("gyre-busy-n1", 0.9)):
+        await bus.client.subscribe("$SRV.PING", cb=functools.partial(answers, name=name, delay_s=delay_s))
+    assert await discover(bus, "gyre-busy-") == ["gyre-busy-n1"]
 
 
 async def test_bucket_compares_and_sets(bus: Bus) -> None:
