@@ -33,7 +33,7 @@ from opengyre.shared.bus import Bus, BusError, bootstrap
 from opengyre.shared.settings import Settings, is_set, load
 from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 
-BROKER_S = 20.0
+BROKER_S = 60.0
 READY_S = 180.0
 """Eight programs start in some seconds, and in a minute and more where the machine has other things to do."""
 SANDBOXES_S = 30.0
