@@ -91,7 +91,8 @@ class Operator:
         """kill -9; the supervisor starts it again."""
         pid = self._pid(name)
         assert pid is not None, f"no process of {name} is there to be killed"
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # killed before, which the supervisor is yet to hear of
+            os.kill(pid, signal.SIGKILL)
         self.kills.append((time.time(), name))
 
     async def wish(self, cell: str, verb: str, *, waits: bool = True) -> None:
