@@ -34,5 +34,5 @@ async def host_stack(bare: Stack) -> AsyncIterator[Stack]:
     """With the sandbox service, where this machine stands in for any base."""
     with process(bare, "sandbox", SANDBOX__STAND_IN="host") as running:
         async with Bucket(bare.bus, subjects.KV_SERVICES, ServiceStatus).view() as services:
-            await eventually(lambda: running.pid in {s.pid for s in services.values.values() if s.ready}, 60)
+            await eventually(lambda: running.pid in {s.pid for s in services.values.values() if s.ready}, 120)
         yield bare

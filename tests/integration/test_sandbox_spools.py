@@ -1,6 +1,8 @@
 """What the outputs of a sandbox's commands take on the node: bounded together, whoever holds the files."""
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -30,19 +32,21 @@ async def box(node: Node) -> Box:
 
 def taken(node: Node) -> int:
     """Bytes on the disk of all that the node keeps, and of the files without a name that its sandboxes hold."""
-    total = sum(path.lstat().st_blocks * 512 for path in node.root.rglob("*") if path.is_file())
+    total = 0
+    for folder, _, names in os.walk(node.root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a monitor clears up just after it has answered
+                total += (Path(folder) / name).lstat().st_blocks * 512
     seen = set()
     for pid, marker in processes._marked():
         if not marker.startswith(node.backend._key):
             continue
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            for link in Path(f"/proc/{pid}/fd").iterdir():
                 found = link.stat()
-            except OSError:
-                continue
-            if found.st_nlink == 0 and (found.st_dev, found.st_ino) not in seen:
-                seen.add((found.st_dev, found.st_ino))
-                total += found.st_blocks * 512
+                if found.st_nlink == 0 and (found.st_dev, found.st_ino) not in seen:
+                    seen.add((found.st_dev, found.st_ino))
+                    total += found.st_blocks * 512
     return total
 
 
@@ -55,7 +59,7 @@ def holding(node: Node) -> int:
 def command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return b""
 
 

@@ -25,7 +25,7 @@ def _run(command: str, directory: Path) -> tuple[int, str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=10,
+        timeout=60,
         check=False,
         env={"PATH": "/usr/bin:/bin"},
     )

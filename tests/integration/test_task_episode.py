@@ -33,7 +33,7 @@ async def test_tasks_of_others_are_solved_and_scored_in_their_environments(stack
         for number, task in enumerate((answer, bench)):
             episode = msgspec.structs.replace(base, execution=f"{base.execution}{number}", task=task, scoring=alike)
             await stack.submit(episode)
-            await eventually(lambda episode=episode: stack.ended(episode), 60)
+            await eventually(lambda episode=episode: stack.ended(episode), 120)
             log = await stack.log(episode)
             assert [event.output for event in log if isinstance(event, ToolResult)] == ["/app", ""]
             (verified,) = [event for event in log if isinstance(event, Verified)]
@@ -59,6 +59,6 @@ async def test_a_verifier_in_an_environment_of_its_own_scores_an_episode(stack: 
         for number, scoring in enumerate((Scoring(grading="separate"), Scoring(grading="shared"))):
             episode = msgspec.structs.replace(base, execution=f"{base.execution}{number}", scoring=scoring)
             await stack.submit(episode)
-            await eventually(lambda episode=episode: stack.ended(episode), 60)
+            await eventually(lambda episode=episode: stack.ended(episode), 120)
             (verified,) = [event for event in await stack.log(episode) if isinstance(event, Verified)]
             assert (verified.infra_error, [part.value for part in verified.parts]) == (None, [1.0])

@@ -56,7 +56,7 @@ def of(kind: type, log: list[AnyTrajEvent]) -> Iterator[Any]:
 async def lived(stack: Stack, made: EpisodeDispatch, *first: str) -> list[AnyTrajEvent]:
     async with host(stack, *first).up(), stack.service():
         await stack.submit(made)
-        await eventually(lambda: stack.ended(made), 60)
+        await eventually(lambda: stack.ended(made), 120)
         return await stack.log(made)
 
 
@@ -131,7 +131,7 @@ async def test_another_writer_goes_on_in_the_step_that_the_log_says(stack: Stack
             async with stack.service(replica):
                 if replica == "one":
                     await stack.submit(made)
-                await eventually(lambda kind=kind, step=step: at(kind, step), 60)
+                await eventually(lambda kind=kind, step=step: at(kind, step), 120)
             if lose:
                 *_, opened = of(SandboxOpened, await stack.log(made))
                 request = DestroyRequest(sandbox=opened.sandbox)
@@ -139,7 +139,7 @@ async def test_another_writer_goes_on_in_the_step_that_the_log_says(stack: Stack
                     stack.bus, "sandbox", opened.node, "destroy", request, DestroyResult, timeout_s=20, patience_s=5
                 )
         async with stack.service("five"):
-            await eventually(lambda: stack.ended(made), 60)
+            await eventually(lambda: stack.ended(made), 120)
         log = await stack.log(made)
     assert len(list(of(TakenOver, log))) >= 2
     assert [event.name for event in of(Stepped, log)] == ["one", "two"]

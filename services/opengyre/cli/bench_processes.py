@@ -133,6 +133,7 @@ def of_session(leader: int) -> list[int]:
 def place(pids: Iterable[int], processors: Collection[int]) -> None:
     """Have all threads of these processes, and what they start from here on, run on these processors only."""
     for pid in pids:
-        for thread in Path(f"/proc/{pid}/task").glob("*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread.name), processors)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(thread.name), processors)

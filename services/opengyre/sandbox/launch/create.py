@@ -85,9 +85,12 @@ def _create(request: dict, folder: str, made: list[int]) -> dict:
     except (ValueError, KeyError) as error:
         raise CreateError(f"bubblewrap did not start: {_log(log)}") from error
     first_started = kernel.start_time(pid) or 0
-    made.append(os.pidfd_open(pid))
-    _wait_ready(pid, first_started, log, deadline)
-    _spare(pid)
+    try:
+        made.append(os.pidfd_open(pid))
+        _wait_ready(pid, first_started, log, deadline)
+        _spare(pid)
+    except (FileNotFoundError, ProcessLookupError) as error:  # it ended between two looks
+        raise CreateError(f"bubblewrap could not set the sandbox up: {_log(log)}") from error
     # Bubblewrap's own process has nothing more to do: it would only wait for the first process, and take memory.
     _kill(made.pop(0))
     place = Place(pid, first_started, request["uid"], WORKSPACE, keep=request["keep"])
