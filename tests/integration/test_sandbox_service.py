@@ -321,7 +321,7 @@ async def test_no_isolation_is_refused_with_a_sentence_unless_it_is_allowed(bus:
     )
     command = [sys.executable, "-c", blocked]
     done = await asyncio.to_thread(
-        subprocess.run, command, env=service.environment, capture_output=True, timeout=60, text=True
+        subprocess.run, command, env=service.environment, capture_output=True, timeout=200, text=True
     )
     assert done.returncode == 1
     assert "bubblewrap is missing" in done.stderr
@@ -453,7 +453,7 @@ def test_an_ordinary_user_can_run_sandboxes():
                 preexec_fn=become,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=200,
             )
 
         usable = None

@@ -11,12 +11,12 @@ from opengyre.tiny.types import GenerateRequest
 
 async def test_increments_of_an_emulated_call_are_its_beginning() -> None:
     """Also when the weights change under way: what was said of a token's version stays true."""
-    engine = EmulatedEngine(HostSettings(engine="emulated", tokens_per_s=400, capacity=2))
+    engine = EmulatedEngine(HostSettings(engine="emulated", tokens_per_s=100, capacity=2))
     made: Any = engine
     made._use(_Weights(300, 1), 4)
     made._state = EngineState.PAUSED
     await engine.resume()
-    answer = engine.submit(GenerateRequest("a", (20, 21), 60, seed=7))
+    answer = engine.submit(GenerateRequest("a", (20, 21), 200, seed=7))
     tokens: list[int] = []
     versions: list[int] = []
     while not answer.done():

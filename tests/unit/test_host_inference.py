@@ -113,7 +113,7 @@ async def test_the_last_call_that_leaves_wakes_who_waits_for_an_empty_door() -> 
     waiting = asyncio.create_task(door.empty(10))
     await asyncio.sleep(0)
     place.__exit__(None, None, None)
-    assert await asyncio.wait_for(waiting, 1)
+    assert await asyncio.wait_for(waiting, 30)
 
 
 WHOLE = GenerateResult(
