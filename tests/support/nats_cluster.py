@@ -3,10 +3,11 @@
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opengyre.shared import embedded
@@ -20,10 +21,12 @@ READY_S = 90.0
 class Brokers:
     """Three servers that have found each other; `url(user)` names all of them, as the Secret of a service does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, held: Sequence[socket.socket]) -> None:
+        """`held`: of the ports that they listen on, nine."""
         self.folder = folder
         self.passwords = {name: f"p{secrets.token_hex(8)}" for name in (*USERS, "route")}
-        self.ports = {name: [embedded.free_port() for _ in range(3)] for name in ("client", "http", "route")}
+        numbers = [one.getsockname()[1] for one in held]
+        self.ports = {name: numbers[first::3] for first, name in enumerate(("client", "http", "route"))}
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def url(self, user: str) -> str:
@@ -74,6 +77,11 @@ class Brokers:
         self.processes[number].kill()
         self.processes[number].wait(60)
 
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(60)
+
     def violations(self) -> set[str]:
         """What somebody tried and was refused."""
         found: set[str] = set()
@@ -87,14 +95,11 @@ class Brokers:
 @contextlib.contextmanager
 def brokers(folder: Path) -> Iterator[Brokers]:
     folder.mkdir(parents=True, exist_ok=True)
-    made = Brokers(folder)
-    try:
+    with contextlib.ExitStack() as held:
+        made = Brokers(folder, [held.enter_context(embedded.hold_port()) for _ in range(9)])
+        held.callback(made.end)
         for number in range(3):
             made.start(number)
         for number in range(3):
             made.wait(number)
         yield made
-    finally:
-        for process in made.processes.values():
-            process.kill()
-            process.wait(60)
