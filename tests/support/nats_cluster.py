@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import time
@@ -49,7 +50,6 @@ class Brokers:
     def start(self, number: int) -> None:
         path = self.folder / f"nats{number}.conf"
         path.write_text(self.configuration(number), encoding="utf-8")
-        (self.folder / "users.conf").write_bytes((BASE / "users.conf").read_bytes())
         env = {**os.environ, "POD_NAME": f"nats-{number}"}
         env |= {f"BUS_{name.upper()}": password for name, password in self.passwords.items()}
         routes = (f"nats://route:{self.passwords['route']}@127.0.0.1:{port}" for port in self.ports["route"])
@@ -95,6 +95,8 @@ class Brokers:
 @contextlib.contextmanager
 def brokers(folder: Path) -> Iterator[Brokers]:
     folder.mkdir(parents=True, exist_ok=True)
+    # Once: a broker that reads it while it is written anew for the next one finds it empty, and lets everybody do all.
+    shutil.copy(BASE / "users.conf", folder)
     with contextlib.ExitStack() as held:
         made = Brokers(folder, [held.enter_context(embedded.hold_port()) for _ in range(9)])
         held.callback(made.end)
