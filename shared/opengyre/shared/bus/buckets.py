@@ -201,9 +201,9 @@ class View(Generic[T]):
                 if not isinstance(entry, KeyValue.Entry):
                     continue
                 quiet = 0.0
-                seen.add(entry.key)
                 self._take(entry)
                 if filling:
+                    seen.add(entry.key)
                     if entry.key in self.values and entry.operation not in GONE:
                         found.add(entry.key)
                     if not entry.delta:  # nothing was pending behind it
