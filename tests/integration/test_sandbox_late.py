@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from opengyre.sandbox.launch import execs, tree
+from opengyre.sandbox.launch.tree import Process, belonging
 
 
 @pytest.fixture
@@ -48,3 +49,37 @@ def test_a_killer_that_comes_late_kills_all_the_same(
     monkeypatch.setattr(tree, "BOUND_S", -1.0)
     tree._kill_all_of(0, f"late.{os.getpid()}", None)
     assert sleeper.wait(30) < 0
+
+
+@pytest.mark.parametrize(("becomes", "taken"), [("another", {7}), (None, {7, 8}), ("mine", {7, 8})])
+def test_who_is_arriving_is_looked_at_again(
+    becomes: str | None, taken: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another command had only just started was killed."""
+    told: list[int] = []
+    monkeypatch.setattr(tree, "_signal", lambda pid, _: told.append(pid))
+    seventh = Process(7, 1, 7, 100, "mine")
+    looks = [
+        [seventh, Process(8, 1, 8, 100, None, arriving=True)],
+        [seventh, Process(8, 1, 8, 100, None, arriving=True)],
+        [seventh, Process(8, 1, 8, 100, becomes)],
+        [seventh],
+    ]
+    found = tree.stop(lambda: looks.pop(0), lambda table: belonging(table, 0, "mine", 50), time.monotonic() + 60)
+    assert found == set(told) == taken
+
+
+def test_who_never_arrives_counts_as_unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_signal", lambda *_: None)
+    table = [Process(8, 1, 8, 100, None, arriving=True), Process(9, 0, 9, 100, "another")]
+    assert tree.stop(lambda: table, lambda rows: belonging(rows, 0, "mine", 50), time.monotonic()) == {8}
+
+
+@pytest.mark.parametrize(("flags", "arriving"), [(0x00208040, False), (0x00400000, True)])
+def test_the_kernels_own_processes_never_arrive(flags: int, arriving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have neither an environment nor a command line for good, and would be waited for each time."""
+    stat = f"2 (k (w) x) S 0 0 0 0 -1 {flags} " + "0 " * 12 + "31 0 0"
+    monkeypatch.setattr(tree, "_proc", lambda _, name: stat.encode() if name == "stat" else b"")
+    row = tree.read_process(2)
+    assert row is not None
+    assert (row.pid, row.parent, row.started, row.marker, row.arriving) == (2, 0, 31, None, arriving)

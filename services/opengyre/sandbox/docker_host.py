@@ -7,11 +7,10 @@ An engine ends no more than the one process that it started for a command. What 
 
 import ctypes
 import os
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -44,29 +43,13 @@ def _holders(first: int) -> set[int]:
 
 
 def _table(container: str, spare: set[int]) -> list[tree.Process]:
-    rows = []
     own = pids(container)
-    for pid in own - spare:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            environ = _environ(pid)
-        except OSError:
-            continue
-        if fields[0] in (b"Z", b"X"):
-            continue
-        key = tree.MARKER.encode() + b"="
-        words = [word[len(key) :] for word in environ.split(b"\0") if word.startswith(key)]
-        marker = words[0].decode("utf-8", "replace") if words else None
-        if marker is None and int(fields[1]) not in own:
+    rows = [row for pid in own - spare if (row := tree.read_process(pid)) is not None]
+    for row in rows:
+        if row.marker is None and row.parent not in own:
             # Its parent is the engine's: a command that is only just coming into being, and so not of this one.
-            marker = _ARRIVING
-        rows.append(tree.Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), marker))
+            row.marker, row.arriving = _ARRIVING, False
     return rows
-
-
-def _environ(pid: int) -> bytes:
-    with Path(f"/proc/{pid}/environ").open("rb") as file:
-        return file.read(1 << 16)
 
 
 def end_command(container: str, first: int, leader: int, marker: str, since: int) -> None:
@@ -76,58 +59,25 @@ def end_command(container: str, first: int, leader: int, marker: str, since: int
     ticks since boot at its start.
     """
     spare = _holders(first)
-    _end(lambda: tree.belonging(_table(container, spare), leader, marker, since) - spare)
+    tree.end(lambda: _table(container, spare), lambda table: tree.belonging(table, leader, marker, since), BOUND_S)
 
 
 def end_all(container: str, first: int) -> None:
     """Kill every process of a container but what holds it, and wait until all are gone, for `BOUND_S` at most."""
     spare = _holders(first)
-    _end(lambda: {row.pid for row in _table(container, spare)})
-
-
-def _signal(found: set[int], number: int) -> None:
-    for pid in found:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _end(find: Callable[[], set[int]]) -> None:
-    """Stop, round after round, until there is nobody new (what is stopped does not fork); then kill, and wait."""
-    deadline = time.monotonic() + BOUND_S
-    stopped: set[int] = set()
-    while new := find() - stopped:
-        _signal(new, signal.SIGSTOP)
-        stopped |= new
-        if time.monotonic() > deadline:
-            break
-    _signal(stopped, signal.SIGKILL)
-    while time.monotonic() < deadline and any(runs(pid) for pid in stopped):
-        time.sleep(0.002)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+    tree.end(lambda: _table(container, spare), lambda table: {row.pid for row in table}, BOUND_S)
 
 
 @contextmanager
 def stopped(container: str, first: int) -> Iterator[None]:
     """Hold all that commands run in a container, and let it go on afterwards."""
     spare = _holders(first)
-    held: set[int] = set()
     deadline = time.monotonic() + BOUND_S
+    held = tree.stop(lambda: _table(container, spare), lambda table: {row.pid for row in table}, deadline)
     try:
-        while new := {row.pid for row in _table(container, spare)} - held:
-            _signal(new, signal.SIGSTOP)
-            held |= new
-            if time.monotonic() > deadline:
-                break
         yield
     finally:
-        _signal(held, signal.SIGCONT)
+        tree.go_on(held)
 
 
 def signal_group(container: str, leader: int, number: int) -> bool:

@@ -4,13 +4,15 @@ import asyncio
 import os
 import select
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from opengyre.sandbox.launch import kernel
+from opengyre.sandbox.launch import kernel, tree
 from opengyre.sandbox.launch.tree import SANDBOX_MARKER
 
 GONE_BOUND_S = 15.0
+KILL_BOUND_S = 3.0
 
 
 async def ended(pid: int, started: int, timeout_s: float) -> bool:
@@ -60,33 +62,41 @@ def wait_gone(pid: int, started: int) -> None:
 
 def kill_by_marker(matches: Callable[[str], bool]) -> None:
     """Kill every process that carries a sandbox's marker in its environment or, as bubblewrap itself does, in its
-    arguments, if ``matches`` says so of the marker's value; round after round until there is none.
+    arguments, if ``matches`` says so of the marker's value; round after round until there is none and nobody is
+    arriving, whose marker cannot be read yet. For `KILL_BOUND_S` seconds at most.
     """
-    for _ in range(20):
-        found = [pid for pid, value in _marked() if matches(value)]
-        if not found:
-            return
-        for pid in found:
+    deadline = time.monotonic() + KILL_BOUND_S
+    while True:
+        found, arriving = _look()
+        mine = [pid for pid, value in found if matches(value)]
+        for pid in mine:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        if not (mine or arriving) or time.monotonic() >= deadline:
+            return
+        time.sleep(0.001)
 
 
 def _marked() -> list[tuple[int, str]]:
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                words = file.read(65536).split(b"\0")
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                arguments = file.read(65536).split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        key = SANDBOX_MARKER.encode()
-        value = next((word[len(key) + 1 :] for word in words if word.startswith(key + b"=")), None)
-        if value is None and key in arguments[:-1]:
-            value = arguments[arguments.index(key) + 1]
+    return _look()[0]
+
+
+def _look() -> tuple[list[tuple[int, str]], bool]:
+    """Pids with their markers, and whether some process is becoming a program just now."""
+    found, arriving = [], False
+    for row in tree.read_table(SANDBOX_MARKER):
+        value = row.marker or _argument(row.pid)
         if value is not None:
-            found.append((int(name), value.decode("utf-8", "replace")))
-    return found
+            found.append((row.pid, value))
+        arriving = arriving or row.arriving
+    return found, arriving
+
+
+def _argument(pid: int) -> str | None:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(1 << 16).split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    key = SANDBOX_MARKER.encode()
+    return words[words.index(key) + 1].decode("utf-8", "replace") if key in words[:-1] else None

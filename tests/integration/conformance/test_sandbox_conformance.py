@@ -59,6 +59,21 @@ async def test_trap_06_timeout_kills_what_left_its_session_parents_and_environme
     assert (await other).stdout == "unharmed\n"
 
 
+async def test_a_killed_command_takes_along_nothing_that_another_one_has_only_just_started(box: Box):
+    """A process that is becoming another program shows no environment, and so not whose it is."""
+    backend, spec = box.node.backend, box.spec
+    starts = "until [ -e /tmp/go ]; do /bin/true || echo harmed; done"
+    other = asyncio.ensure_future(box.run(f"for n in 1 2 3 4; do {starts} & done; touch /tmp/up; wait", timeout_s=300))
+    await until(partial(is_there, box, "/tmp/up"))
+    for n in range(30):
+        await backend.spawn(spec, f"job{n}", "sleep 301.5", 300.0, 100)
+        await backend.kill(box.name, f"job{n}")
+    await box.run("touch /tmp/go")
+    done = await other
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert await box.count("sleep 301.5") == 0
+
+
 async def test_row_05_a_background_child_that_holds_stdout_holds_nobody(box: Box):
     done = await box.run("sleep 301.5 & echo started")
     assert (done.stdout, done.exit_code) == ("started\n", 0)
@@ -195,6 +210,18 @@ async def test_row_27_a_background_command_is_killed_with_its_tree(box: Box):
     assert (status.result.exit_code, status.result.killed_by, status.result.timed_out) == (None, "kill", False)
     assert [await box.count(f"sleep {n}") for n in ("41.5", "42.5")] == [0, 0]
     await backend.kill(box.name, "job")
+
+
+async def test_a_command_is_killed_that_has_only_just_been_started(box: Box):
+    """The engine of containers has been told of it and has not made its process yet."""
+    backend = box.node.backend
+    for n in range(5):
+        await backend.spawn(box.spec, f"job{n}", "sleep 43.5", 300, 1000)
+        await backend.kill(box.name, f"job{n}")
+        status = await backend.poll(box.name, f"job{n}")
+        assert status.result is not None
+        assert status.result.killed_by == "kill"
+    assert await box.count("sleep 43.5") == 0
 
 
 async def test_a_signal_reaches_a_background_command(box: Box):
