@@ -311,7 +311,8 @@ async def test_a_background_command_is_killed_with_all_that_it_started(node: Bub
 
     async def all_run() -> bool:
         up = (await node.logs("s", "polite", "stdout", 0, 10)).data == b"up\n"  # so it has its trap
-        return up and "sleep 311" in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        seen = await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        return up and "sleep 311" in seen and "sleep 313" in seen
 
     await eventually(all_run)
     await node.kill("s", "tree")

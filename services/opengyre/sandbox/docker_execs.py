@@ -39,7 +39,7 @@ from opengyre.sandbox.core import (
 )
 from opengyre.sandbox.docker_engine import Engine, engine_errors
 from opengyre.sandbox.docker_spool import Begun, Ended, Place, Stream
-from opengyre.sandbox.launch.tree import now_ticks
+from opengyre.sandbox.launch import tree
 from opengyre.sandbox.records import load, save
 
 TICK_S = 0.25
@@ -120,7 +120,7 @@ class Commands:
         begun = Begun(
             digest=digest,
             began=time.monotonic(),
-            since=now_ticks(),
+            since=tree.now_ticks(),
             timeout_s=timeout_s,
             limit=limit,
             spool_limit=docker_config.spool_limit(spec),
@@ -162,7 +162,7 @@ class Commands:
         fresh = made is not None
         if not fresh and await self._never_started(known):
             # Its time begins only now; else it would be started and ended at the same moment, in whatever order.
-            begun = msgspec.structs.replace(begun, began=time.monotonic(), since=now_ticks())
+            begun = msgspec.structs.replace(begun, began=time.monotonic(), since=tree.now_ticks())
             save(place.home / "execs" / exec_id / "begun.json", begun)
             fresh = True
         running = asyncio.ensure_future(self._run(known, said, fresh=fresh))
@@ -212,16 +212,18 @@ class Commands:
             if why is not None:
                 return why, not await self._ended(place, exec_id, begun, known, running)
 
-    async def _ended(
-        self, place: Place, exec_id: str, begun: Begun, known: Exec, running: "asyncio.Task[int | None]"
-    ) -> bool:
-        """End a command, again and again where it does not end; False where that is in vain for `GRACE_S`."""
+    async def _ended(self, place: Place, exec_id: str, begun: Begun, known: Exec, running: "asyncio.Task[Any]") -> bool:
+        """End a command, again and again where it does not end: the engine may only be about to start it. ``running``
+        ends with it; False where all is in vain for `GRACE_S`.
+        """
         deadline = time.monotonic() + GRACE_S
+        pause = AGAIN_S / 64
         while time.monotonic() < deadline:
             await self._end(place, exec_id, begun, known)
-            done, _ = await asyncio.wait([running], timeout=AGAIN_S)
+            done, _ = await asyncio.wait([running], timeout=pause)
             if done:
                 return True
+            pause = min(2 * pause, AGAIN_S)
         return False
 
     async def _end(self, place: Place, exec_id: str, begun: Begun, known: Exec) -> None:
@@ -271,7 +273,7 @@ class Commands:
     async def _ends(self, place: Place) -> bool:
         """Whether the sandbox has ended. Its init is the last to go: that is looked for twice."""
         for _ in range(2):
-            if place.sandbox in self._leaving or not docker_host.runs(place.first):
+            if place.sandbox in self._leaving or not tree.runs(place.first):
                 return True
             await asyncio.sleep(LAST_S)
         return False
@@ -346,8 +348,8 @@ class Commands:
             await self._signal(place, exec_id, known, watch, SIGNALS[signal])
             return
         self._killed.add((place.sandbox, exec_id))
-        await self._end(place, exec_id, begun, known)
-        await asyncio.wait([watch], timeout=GRACE_S)
+        if not await self._ended(place, exec_id, begun, known, watch):
+            raise InfraError(f"command {exec_id!r} could not be killed in {GRACE_S:g} s")
 
     async def _signal(self, place: Place, exec_id: str, known: Exec, watch: "asyncio.Task[Ended]", number: int) -> None:
         """Send a signal; the engine may name a command's process only after that has begun to write."""
