@@ -65,17 +65,17 @@ def read_table(variable: str = MARKER) -> list[Process]:
 
 
 def read_process(pid: int, variable: str = MARKER) -> Process | None:
-    """The row of a process, None where there is none or it is dead."""
+    """The row of a process, None where there is none, it is dead or nobody may look at it."""
     try:
         fields = _proc(pid, "stat").rpartition(b")")[2].split()
+        if not fields or fields[0] in (b"Z", b"X"):
+            return None
         # Of a process that is becoming a program both are empty; one without an environment has a command line. The
         # environment is read again after that: the process may have arrived in between.
         environ = _proc(pid, "environ")
         arriving = not environ and not int(fields[6]) & _PF_KTHREAD and not _proc(pid, "cmdline")
         environ = environ or _proc(pid, "environ")
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    if fields[0] in (b"Z", b"X"):
         return None
     key = variable.encode() + b"="
     values = [item[len(key) :].decode("utf-8", "replace") for item in environ.split(b"\0") if item.startswith(key)]
@@ -115,9 +115,8 @@ def stop(look: Callable[[], list[Process]], choose: Callable[[list[Process]], se
     late = False
     while not late:
         table = look()
-        late = (
-            time.monotonic() >= deadline
-        )  # not before the first round, however late that is on a machine that is busy
+        # Not before the first round, however late that is on a machine that is busy.
+        late = time.monotonic() >= deadline
         if late:
             for row in table:
                 row.arriving = False
