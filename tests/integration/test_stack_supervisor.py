@@ -1,11 +1,13 @@
 """The supervisor over real processes: restart, order, bounds, and that nothing outlives it."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -209,6 +211,19 @@ def test_a_directory_has_one_owner(tmp_path: Path) -> None:
         with pytest.raises(StackError, match=r"a stack runs already in .*; `gyre down"), Lock(tmp_path):
             pass
     assert stacks.owner(tmp_path) is None
+
+
+def test_who_asks_for_the_owner_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack that started while `gyre status` asked whether there is one was told that one runs already."""
+    monkeypatch.setattr(stacks, "ASKING_S", 60.0)
+    (tmp_path / "lock").touch()
+    with (tmp_path / "lock").open("rb") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.1, lambda: fcntl.flock(asking, fcntl.LOCK_UN))
+        timer.start()
+        with Lock(tmp_path):
+            assert stacks.owner(tmp_path) == os.getpid()
+        timer.join()
 
 
 def test_the_stack_file_is_private_and_damage_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -108,6 +109,10 @@ def new_key() -> str:
     return f"gyre_{secrets.token_urlsafe(24)}"
 
 
+ASKING_S = 0.5
+"""How long `owner`, which asks whether anybody holds a state directory, may itself seem to hold it."""
+
+
 class Lock:
     """The exclusive right to a state directory. Use as `with Lock(directory)`; raises `StackError` when it is taken."""
 
@@ -121,11 +126,16 @@ class Lock:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise StackError(_unusable_sentence(self._path.parent, error)) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise StackError(_running_sentence(self._path.parent)) from error
+        until = time.monotonic() + ASKING_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    os.close(handle)
+                    raise StackError(_running_sentence(self._path.parent)) from error
+                time.sleep(0.02)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         self._handle = handle
