@@ -236,7 +236,7 @@ async def test_row_23_28_a_killed_service_finds_what_lives_with_its_commands_and
     root = tmp_path / "node"
     tests = Path(__file__).parents[2]
     process = subprocess.Popen(  # noqa: ASYNC220 - it is killed, not waited for
-        [sys.executable, "-c", HOST, kind, str(root), "2.5"],
+        [sys.executable, "-c", HOST, kind, str(root), "6"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(tests)},
