@@ -162,7 +162,7 @@ async def test_200_drains_resumes_cordons_and_kills_interrupt_no_episode(tmp_pat
         calls = updates * GROUPS * MEMBERS * TURNS
         await man.many(operations, calls * 65 // 100, {60: kill_leader, 130: kill_leader})
         assert not stack.driver.facts.finished, "the run was over before the operations were: give it more updates"
-        for host in sorted(man.hosts.values):
+        for host in man.names:
             await man.wish(host, "resume", waits=False)
         await asyncio.wait_for(training, TRAINED_S)
 
@@ -304,7 +304,7 @@ async def test_moved_calls_of_tiny_engines_give_the_tokens_of_unmoved_ones(tmp_p
         training = asyncio.create_task(stack.driver.train())
         await man.many(operations, updates * GROUPS * MEMBERS * TURNS * 92 // 100, {})
         assert not stack.driver.facts.finished, "the run was over before the operations were: give it more updates"
-        for host in sorted(man.hosts.values):
+        for host in man.names:
             await man.wish(host, "resume", waits=False)
         await asyncio.wait_for(training, TRAINED_S)
         keeping.cancel()

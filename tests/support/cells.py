@@ -67,9 +67,14 @@ class Operator:
     def serving(self) -> bool:
         return any(status.state is HostState.ROLLOUT for status in self.hosts.values.values())
 
+    @property
+    def names(self) -> list[str]:
+        """Of all hosts, also of those that are on their way back and so have no heartbeat."""
+        return sorted(name for name in self.stack.run.supervisor.children if name.startswith("host"))
+
     async def operate(self) -> None:
         """Do one operation, and perhaps wait for what comes of it."""
-        names = sorted(name for name in self.stack.run.supervisor.children if name.startswith("host"))
+        names = self.names
         verb = self.random.choices(list(self.verbs), list(self.verbs.values()))[0]
         cell = self.random.choice(names)
         if verb == "kill" and self._pid(cell) is None:
