@@ -74,6 +74,22 @@ async def test_pitfall_03_cancellation_reaches_a_publisher_of_a_frozen_server(bu
         nats_server.signal(signal.SIGCONT)
 
 
+async def test_an_answer_to_a_flush_that_was_given_up_ends_no_reader(bus: Bus, nats_server) -> None:
+    """nats-py gave that answer to the one who had left, and its reader ended of it: the process heard nothing more
+    until its connection was given up for dead, half a minute later."""
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES):
+        nats_server.signal(signal.SIGSTOP)
+    try:  # that was closed without an answer to its flush
+        assert not await bus.round_trip(0.05)
+    finally:
+        nats_server.signal(signal.SIGCONT)
+    generation = bus.generation
+    # By the same connection: the answers came before this one.
+    assert await bus.stream_info(subjects.EPISODES)
+    assert await bus.round_trip(SOON_S)
+    assert bus.generation == generation
+
+
 async def test_promptly_leaves_although_the_inner_call_swallows_its_cancellation() -> None:
     stuck = asyncio.Event()
 

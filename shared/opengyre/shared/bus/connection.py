@@ -18,7 +18,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
-import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -49,6 +48,15 @@ _TRANSIENT = (
     js_errors.NoStreamResponseError,
     js_errors.ServiceUnavailableError,
 )
+
+
+class _Client(Client):
+    """nats-py's, whose reader outlives a flush that was given up: the answer to it has nobody to go to."""
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()  # answers come in the order of the questions
+        await super()._process_pong()
 
 
 class Bus:
@@ -83,13 +91,14 @@ class Bus:
         async with asyncio.timeout(self._connect_timeout_s):
             while True:
                 try:
-                    self.client = await nats.connect(
+                    self.client = _Client()
+                    await self.client.connect(
                         self._servers,
                         name=self.name,
                         connect_timeout=5,
                         allow_reconnect=True,
                         max_reconnect_attempts=-1,
-                        reconnect_time_wait=0.25,
+                        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # it is slept for, whole or not
                         ping_interval=10,
                         max_outstanding_pings=2,
                         pending_size=32 << 20,
