@@ -1,7 +1,9 @@
 """Which host takes a call, what its answer means, and how parts become one completion."""
 
+import asyncio
 import itertools
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,10 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.proto.host import HostState, HostStatus
+from opengyre.proto.run import RunSpec
 from opengyre.proto.traj import VersionSpan
 from opengyre.rollout.balance import OVERLOAD, QUEUE, SLACK, choose, spare, surplus
-from opengyre.rollout.engine import NotServedError, Part, Received, RefusedError, read_answer, read_failure
-from opengyre.rollout.router import Completion, joined
+from opengyre.rollout.engine import (
+    NotServedError,
+    Part,
+    Received,
+    RefusedError,
+    SamplingParams,
+    read_answer,
+    read_failure,
+)
+from opengyre.rollout.router import Completion, Generation, Router, joined
+from opengyre.shared.bus import FencedError, View
+from opengyre.shared.waits import Waits
 
 
 def host(name: str, state: HostState = HostState.ROLLOUT, *, running: int = 0, run: str | None = "r") -> HostStatus:
@@ -305,3 +318,47 @@ def test_an_event_that_cannot_be_ends_the_answer(events: list[bytes]) -> None:
         received.take(one)
     with pytest.raises(NotServedError):
         received.take(events[-1])
+
+
+class Parked:
+    """An execution whose log refuses that it goes on, or never answers."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+        self.parked, self.going_on = asyncio.Event(), asyncio.Event()
+
+    async def park(self) -> None:
+        self.parked.set()
+
+    async def unpark(self, waited_s: float) -> None:
+        assert waited_s > 0
+        self.going_on.set()
+        if self.refuses:
+            raise FencedError("another writer appended first")
+        await asyncio.Event().wait()
+
+    def forsake(self) -> None:
+        raise AssertionError("who unparks has done that")
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_call_that_ends_while_it_is_unparked_gives_its_place_back(refuses: bool) -> None:
+    """Each kept one of the host's places from all calls of its replica, for as long as that lived."""
+    hosts: View[HostStatus] = View(_no_bus, "hosts", msgspec.json.Decoder(HostStatus))
+    runs: View[RunSpec] = View(_no_bus, "runs", msgspec.json.Decoder(RunSpec))
+    router = Router(hosts, runs, _no_session, Waits(), 1.0)
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=1, stop_token_ids=())
+    parking = Parked(refuses=refuses)
+    calling = asyncio.create_task(router.complete(Generation("q", "r", (1,), params), parking))
+    await parking.parked.wait()
+    hosts.learn("h0", host("h0"), 1)
+    await parking.going_on.wait()
+    if not refuses:
+        calling.cancel()
+    await asyncio.wait([calling])
+    assert calling.cancelled() or isinstance(calling.exception(), FencedError)
+    assert router.calls_in_flight == 0
+
+
+_no_bus: Any = None
+_no_session: Any = None

@@ -318,19 +318,27 @@ class Router:
         """A host, with a place on it taken; and how long the call was parked."""
         loop = asyncio.get_running_loop()
         since = loop.time()
-        async with _parked(parking) as parked:
-            while True:
-                choice = choose(self._open_to(call.run), call.run, self.in_flight, self._avoids(loop.time()), prefer)
-                if choice.host is not None:
-                    self.in_flight[choice.host.host] += 1
-                    return choice.host, loop.time() - since if parked.now else 0.0
-                what = "room at a host" if choice.serving else "a host in the rollout role"
-                if not choice.serving and not parked.now and loop.time() - since >= SETTLE_S:
-                    await parked.begin(since)
-                    continue
-                bound = LOOK_S if choice.serving or parked.now else SETTLE_S
-                with self.waits.on(what, bound):
-                    await self._change(bound, room=choice.serving)
+        placed: str | None = None
+        try:
+            async with _parked(parking) as parked:
+                while True:
+                    avoided = self._avoids(loop.time())
+                    choice = choose(self._open_to(call.run), call.run, self.in_flight, avoided, prefer)
+                    if choice.host is not None:
+                        placed = choice.host.host
+                        self.in_flight[placed] += 1
+                        return choice.host, loop.time() - since if parked.now else 0.0
+                    what = "room at a host" if choice.serving else "a host in the rollout role"
+                    if not choice.serving and not parked.now and loop.time() - since >= SETTLE_S:
+                        await parked.begin(since)
+                        continue
+                    bound = LOOK_S if choice.serving or parked.now else SETTLE_S
+                    with self.waits.on(what, bound):
+                        await self._change(bound, room=choice.serving)
+        except BaseException:
+            if placed is not None:  # it could not be recorded that the call goes on
+                self._free(placed)
+            raise
 
     def _open_to(self, run: str) -> list[HostStatus]:
         """Hosts that the run does not refuse."""
