@@ -293,6 +293,8 @@ class Recorder:
             fields = self._fields(number, ask, choice, prompt, whole, duration_s)
         with stage("append"):
             stored = await self.record(Call, **fields)
+        # Its tokens and its turn are in the history from here on: who asks before its task is over counts them once.
+        self._under_way.pop((ask.digest, choice), None)
         assert isinstance(stored, Call)
         TRANSITIONS.labels(prompt.transition).inc()
         return stored
