@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,51 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
                 await engine.wake(directory, 0)
             stats = engine.stats()
             assert (stats.state, stats.weight_bytes, stats.kv_bytes) == ("asleep", 0, 0)
+            assert started.stopped
+        finally:
+            await engine.close()
+
+
+class Mortal(Program):
+    """A server that ends while its memory is looked at."""
+
+    def __init__(self, url: str, engine: VllmEngine) -> None:
+        super().__init__(url)
+        self._engine, self._loop, self._ends = engine, asyncio.get_running_loop(), asyncio.Event()
+
+    async def gone(self) -> None:
+        await self._ends.wait()
+
+    async def last_words(self) -> str:
+        return "out of memory"
+
+    def memory(self) -> int:
+        self._loop.call_soon_threadsafe(self._ends.set)
+        until = time.monotonic() + 10
+        while self._engine.stats().state != "closed" and time.monotonic() < until:
+            time.sleep(0.01)
+        return 0
+
+
+async def test_a_server_that_ends_as_its_start_is_done_is_not_taken_for_a_running_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host had an engine that answered nothing, and never left to be started again."""
+    monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
+    directory = model(tmp_path, dtype="float32")
+    engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=sys.executable))
+    sock = listen(HttpSettings())
+    async with serving_http(sock, app_of([Route("/{path:path}", answer, methods=["GET", "POST"])]), shutdown_s=1):
+        started = Mortal(f"http://127.0.0.1:{sock.getsockname()[1]}", engine)
+
+        async def start(*_: object) -> Server:
+            return started
+
+        monkeypatch.setattr(Server, "start", start)
+        try:
+            with pytest.raises(EngineError, match="vLLM has ended by itself"):
+                await engine.wake(directory, 0)
+            assert engine.stats().state == "closed"
             assert started.stopped
         finally:
             await engine.close()

@@ -186,7 +186,7 @@ class VllmEngine:
     async def pause(self) -> None:
         self._must("pause", "running", "paused")
         await self._pause()
-        self._state = "paused"
+        self._become("paused")
 
     async def _pause(self) -> None:
         # Calls in flight are computed anew under the weights that come: old keys and values would mix two policies.
@@ -195,7 +195,7 @@ class VllmEngine:
     async def resume(self) -> None:
         self._must("resume", "running", "paused")
         await self._go_on()
-        self._state = "running"
+        self._become("running")
 
     async def _go_on(self) -> None:
         if any(call.version != self._version for call in self._calls.values()):
@@ -301,7 +301,7 @@ class VllmEngine:
         else:
             await self._post("/sleep?level=2&mode=keep")
             await self._look()
-        self._state = "asleep"
+        self._become("asleep")
 
     async def wake(self, directory: Path, version: int) -> None:
         self._must("wake", "asleep")
@@ -322,10 +322,10 @@ class VllmEngine:
                 await self._name(directory, version)
             await self._prove(directory, canary)
             await self._look()
+            self._become("paused")
         except EngineError:
             await self._end()
             raise
-        self._state = "paused"
 
     async def _start(self, facts: Facts) -> None:
         try:
@@ -433,6 +433,13 @@ class VllmEngine:
     def _must(self, what: str, *states: str) -> None:
         if self._state not in states:
             raise WrongStateError(f"{what}: the engine is {self._state}; it must be {' or '.join(states)}")
+
+    def _become(self, state: str) -> None:
+        """Raises `WrongStateError` where the server has ended by itself since it answered: that is not to be forgotten,
+        as nobody looks for its end any more."""
+        if self._state == "closed":
+            raise WrongStateError("vLLM has ended by itself")
+        self._state = state
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
