@@ -1,12 +1,20 @@
 """Which run and which version a host follows."""
 
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opengyre.allocator.choose import current
-from opengyre.host.versions import LAST_RETRY_S, chosen_run, replaces, retry_after
+from opengyre.host import versions
+from opengyre.host.versions import LAST_RETRY_S, chosen_run, follow_published, replaces, retry_after
+from opengyre.proto import codec, subjects
+from opengyre.proto.base import tag_of
 from opengyre.proto.run import RunSpec
-from opengyre.proto.weights import Manifest
+from opengyre.proto.weights import Manifest, WeightsPublished
+from opengyre.shared.bus import BusUnavailableError, Stored
 from opengyre.trainer.service import active_run
 
 
@@ -58,3 +66,25 @@ def test_a_refused_version_is_read_again_ever_more_slowly_and_bounded() -> None:
     assert delays == sorted(delays)
     assert delays[0] < 1
     assert delays[-1] == LAST_RETRY_S
+
+
+async def test_a_host_waits_for_a_broker_that_is_long_away_as_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended, with all calls that it had."""
+
+    class Away:
+        asked = 0
+
+        async def last(self, *_: str) -> None:
+            self.asked += 1
+            if self.asked == 1:
+                raise BusUnavailableError("did not answer in 12 attempts")
+
+    async def published(*_: Any, start: int) -> AsyncIterator[Stored]:
+        event = WeightsPublished(run="a", manifest=manifest("a", start))
+        yield Stored(subjects.weights("a", "published"), start, codec.encode(event), {"Gyre-Type": tag_of(event)})
+
+    monkeypatch.setattr(versions, "follow", published)
+    found: list[Manifest] = []
+    bus: Any = Away()
+    await follow_published(bus, "a", found.append)
+    assert (bus.asked, [one.version for one in found]) == (2, [1])

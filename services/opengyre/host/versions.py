@@ -17,7 +17,7 @@ from opengyre.proto import subjects
 from opengyre.proto.codec import UndecodableError
 from opengyre.proto.run import RunSpec
 from opengyre.proto.weights import Manifest, WeightsPublished
-from opengyre.shared.bus import Bucket, Bus, BusError, Lease, LeaseOwner, follow
+from opengyre.shared.bus import Bucket, Bus, BusError, BusUnavailableError, Lease, LeaseOwner, follow
 from opengyre.weights.manifest import verify
 
 log = logging.getLogger("gyre.host")
@@ -94,8 +94,8 @@ async def follow_published(bus: Bus, run: str, found: Callable[[Manifest], None]
         try:
             last = await bus.last(subject, subjects.WEIGHTS)
             break
-        except TimeoutError:
-            log.info("the broker does not say yet which version of %s is published", run)
+        except BusUnavailableError as error:
+            log.info("the broker does not say yet which version of %s is published: %s", run, error)
     async for stored in follow(bus, subjects.WEIGHTS, subject, start=last.sequence if last else 1):
         try:
             event = stored.event()
