@@ -40,9 +40,9 @@ def of(kind: type[E], events: Sequence[AnyTrajEvent]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def host(stack: Stack, *, said: dict[int, list[str]] | None = None) -> FakeHost:
+def host(stack: Stack, *, said: dict[int, list[str]] | None = None, delay_s: float = 0.0) -> FakeHost:
     made = stack.host("h0", SCRIPT)
-    made.alternatives = said or {}
+    made.alternatives, made.delay_s = said or {}, delay_s
     return made
 
 
@@ -109,6 +109,13 @@ async def test_the_time_budget_ends_all_lanes_and_what_they_did_is_verified(stac
     events = await lived(stack, branching(time_budget_s=4.0))
     assert {event.lane: event.reason for event in of(Verified, events)} == {0: "done", 1: "time_budget"}
     assert all(event.parts for event in of(Verified, events))
+
+
+async def test_a_lane_waits_for_what_another_one_holds_of_the_token_budget(stack: Stack) -> None:
+    """It ended as an agent's error, for having asked while the other one's call was under way."""
+    trunk = len(stack.tokenizer.encode(" " + SCRIPT[0])) + 1
+    events = await lived(stack, branching(token_budget=trunk + 40, max_tokens=40), delay_s=0.05)
+    assert {event.reason for event in of(Verified, events)} <= {"done", "token_budget"}
 
 
 async def test_lanes_without_a_snapshot_are_made_from_the_log(stack: Stack) -> None:

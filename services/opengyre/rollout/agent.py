@@ -1,7 +1,7 @@
 """The agents as programs: clients of their execution's endpoint, like any agent.
 
 They never see a token id. A request that got no answer is sent again as it was; the endpoint answers it from the log
-if it was served. An endpoint that fails is asked until the episode's time budget ends.
+if it was served. An endpoint that fails, or has no room now, is asked until the episode's time budget ends.
 
 Awaits: a model call is woken by its answer, or sent again after `ASK_S` (it then joins the one under way); a command
 by its result.
@@ -112,7 +112,8 @@ class ChatClient:
                     content = await response.read()
                     if response.status == 200:
                         return _completions.decode(content).choices[0].said
-                    if response.status < 500:
+                    # Another lane's calls may hold what is left of a budget, and give some of it back.
+                    if response.status < 500 and response.headers.get("x-should-retry") != "true":
                         error = _refusals.decode(content).error
                         raise CallRefusedError(error.message, error.code, error.param)
                     log.info("the endpoint answered %d: %s", response.status, content[:200])
