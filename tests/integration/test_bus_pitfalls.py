@@ -21,6 +21,7 @@ from opengyre.shared.bus import (
     BusUnavailableError,
     Delivery,
     DriftError,
+    Lease,
     LeaseOwner,
     NotBootstrappedError,
     Rejected,
@@ -322,6 +323,18 @@ async def test_a_mirror_is_whole_although_the_clients_mark_comes_first(bus: Bus,
     monkeypatch.setattr(KeyValue, "watchall", marked_first)
     async with bucket.view() as view:
         assert len(view.values) == 50
+
+
+async def test_who_gives_up_a_lease_does_not_wait_long_for_a_frozen_server(bus: Bus, nats_server) -> None:
+    """What is given up is over anyway: it held those up who had waited for as long as they may, for a minute more."""
+    lease = Lease(Bucket(bus, subjects.KV_LEASES, LeaseOwner), "leader.x", "me", 600)
+    assert await lease.acquire()
+    nats_server.signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(20):
+            await lease.release()
+    finally:
+        nats_server.signal(signal.SIGCONT)
 
 
 async def test_a_call_that_nobody_answers_ends_within_its_patience(bus: Bus) -> None:

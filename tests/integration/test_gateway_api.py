@@ -1,6 +1,7 @@
 """The REST API over a real socket, on a real NATS server."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from opengyre.gateway import examples, openapi
 from opengyre.gateway import runs as runs_module
 from opengyre.gateway import tasks as tasks_module
 from opengyre.gateway.deps import LISTED
+from opengyre.gateway.idempotency import once
 from opengyre.proto import subjects
 from opengyre.proto.decision import GroupEntry
 from opengyre.proto.dlq import DeadLetter
@@ -21,7 +23,7 @@ from opengyre.proto.service import ServiceStatus, Wait
 from opengyre.proto.task import GroupConsumed, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, UpdateStats
 from opengyre.proto.weights import Manifest, ShardFile, WeightsApplied, WeightsPublished, WeightsRefused
-from opengyre.shared.bus import Bucket, Bus, read
+from opengyre.shared.bus import Bucket, Bus, BusUnavailableError, reachable, read
 from support import eventually
 from support.gateway_fakes import FakeAllocator, Running, gateway_on, log_of, spoil
 
@@ -119,6 +121,23 @@ async def test_the_run_of_a_task_is_in_the_query_or_the_body_or_the_active_one(g
     assert "there is no run other" in await gateway.refused(404, "POST", "/v1/tasks?run=other", TASK)
     await gateway.given(200, "PATCH", "/v1/runs/demo", {"state": "stopped"})
     assert "run demo is stopped" in await gateway.refused(409, "POST", "/v1/tasks?run=demo", TASK)
+
+
+async def test_a_request_with_a_key_ends_within_its_bound_although_the_broker_is_frozen(bus: Bus, nats_server) -> None:
+    """Taking its key back took a minute more."""
+
+    async def handle() -> tuple[int, bytes]:
+        nats_server.signal(signal.SIGSTOP)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(BusUnavailableError):
+                async with reachable(bus, 0.5):
+                    await once(bus, "key", "request", handle)
+    finally:
+        nats_server.signal(signal.SIGCONT)
 
 
 async def test_an_idempotency_key_gives_the_first_answer_again(gateway: Running, bus: Bus) -> None:

@@ -3,9 +3,10 @@
 States of a key: absent -> reserved (the first request is being handled, `RESERVED_S` at most) -> answered. A request
 that was refused leaves no trace, so that it can be corrected under the same key.
 
-Awaits: the bucket, within the bound of the route.
+Awaits: the bucket, within the bound of the route, and then for `FORGET_S` at most.
 """
 
+import asyncio
 import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from opengyre.proto import subjects
 from opengyre.shared.bus import Bucket, Bus, BusError, ConflictError
 
 RESERVED_S = 60
+FORGET_S = 2.0
 MAX_KEY = 200
 
 
@@ -55,8 +57,10 @@ async def once(bus: Bus, key: str | None, request: str, handle: Callable[[], Awa
         done = True
     finally:
         if not done:
-            with contextlib.suppress(BusError):
-                await bucket.delete(name, revision)
+            # The bound of the route may be over: else the reservation's time to live is what ends it.
+            with contextlib.suppress(BusError, TimeoutError):
+                async with asyncio.timeout(FORGET_S):
+                    await bucket.delete(name, revision)
     return Response(body, status_code=status, media_type="application/json")
 
 

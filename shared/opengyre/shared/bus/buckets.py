@@ -31,6 +31,8 @@ log = logging.getLogger("gyre.bus")
 
 T = TypeVar("T", bound=msgspec.Struct)
 GONE = ("DEL", "PURGE")
+RELEASE_S = 2.0
+"""Of one who is leaving, and whose caller has waited long enough."""
 
 
 def is_gone(last: Stored) -> bool:
@@ -286,5 +288,7 @@ class Lease:
         return True
 
     async def release(self) -> None:
-        with contextlib.suppress(ConflictError, BusUnavailableError):
-            await self._bucket.delete(self._key, self._revision)
+        """Give it up; where the broker does not answer in `RELEASE_S`, its time to live ends it."""
+        with contextlib.suppress(ConflictError, BusUnavailableError, TimeoutError):
+            async with asyncio.timeout(RELEASE_S):
+                await self._bucket.delete(self._key, self._revision)
