@@ -75,12 +75,13 @@ async def publish(bus: Bus, root: Path) -> None:
     await bus.publish(subjects.weights("r", "published"), WeightsPublished(run="r", manifest=manifest))
 
 
-async def call(http: aiohttp.ClientSession, url: str, number: int) -> dict:
+async def call(http: aiohttp.ClientSession, url: str, number: int) -> dict | None:
+    """None where the host no longer takes it."""
     sampling = {"max_tokens": 400, "seed": number}
     body = {"request_id": f"c{number}", "token_ids": [5, 6, 7], "sampling_params": sampling}
     async with http.post(f"{url}/inference/v1/generate", json=body) as response:
-        assert response.status == 200
-        return (await response.json())["choices"][0]
+        assert response.status in (200, 503)
+        return (await response.json())["choices"][0] if response.status == 200 else None
 
 
 async def test_a_killed_host_is_lost_comes_back_to_its_level_and_hands_over_when_told_to_end(
@@ -106,16 +107,17 @@ async def test_a_killed_host_is_lost_comes_back_to_its_level_and_hands_over_when
 
     async def busy() -> bool:
         found = await statuses.get("host0")
-        return found is not None and found[0].running == 64
+        return found is not None and found[0].running >= 40
 
     async with aiohttp.ClientSession() as http:
-        # Eight at a time, so that many are there still when it is told to end.
+        # Eight at a time, so that many are there still when it is told to end. A status is a heartbeat old, and some
+        # may not have come in yet.
         calls = [asyncio.create_task(call(http, status.url, n)) for n in range(64)]
         await eventually(busy)
         program.send(signal.SIGTERM)
         parts = await asyncio.gather(*calls)
-    reasons = {part["finish_reason"] for part in parts}
+    reasons = {part["finish_reason"] for part in parts if part is not None}
     assert "abort" in reasons
     assert reasons <= {"abort", "length"}
     assert await asyncio.to_thread(program.wait) == 0
-    assert await statuses.get("host0") is None
+    await eventually(gone)
