@@ -1,5 +1,7 @@
 """A training cell of two ranks: the gradient of one process, and what is lost with a rank."""
 
+import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -17,6 +19,7 @@ from opengyre.proto.group import GroupReady, Member, Sequence, Span
 from opengyre.proto.run import Optimization
 from opengyre.proto.update import WorkItem
 from opengyre.proto.weights import Manifest
+from opengyre.ranks import crew as crew_module
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
@@ -102,6 +105,27 @@ async def test_two_ranks_compute_what_one_process_does_and_lose_a_sum_with_a_ran
         assert error(load(await written(ranks, found)), load(await written(alone, wanted))) < 1e-6
     finally:
         alone.close()
+        ranks.close()
+        await ranks.ended()
+
+
+async def test_ranks_that_cannot_be_started_are_no_ranks_that_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without a process or a file to spare: the host waited for ever, and could not leave its role."""
+
+    async def none_left(_: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(crew_module, "_launch", none_left)
+    base = read(save_stock(tmp_path / "stock", LLAMA))
+    ranks = CrewLearner(2, 1, chunk=3, offload=False)
+    ranks.open()
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(LearnerLostError, match=r"no ranks can be started: .*temporarily unavailable"):
+                await ranks.add(work(base, GROUPS[0]), GROUPS[0], None, "c")
+    finally:
         ranks.close()
         await ranks.ended()
 

@@ -8,7 +8,6 @@ Awaits: the ranks' answers, `WORK_S` at most (a group is as long as its executio
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,18 +152,20 @@ class CrewLearner:
 
     async def _run(self, started: asyncio.Future[Crew], ends: asyncio.Event) -> None:
         """The crew's life; who waits for its start is told a fault of it."""
-        with contextlib.suppress(RanksError):
-            try:
-                async with crew(
-                    self._world, backend=self._backend, threads=self._threads, collective_s=COLLECTIVE_S
-                ) as found:
-                    if not started.done():
-                        started.set_result(found)
-                    await ends.wait()
-            except RanksError as error:
+        try:
+            async with crew(
+                self._world, backend=self._backend, threads=self._threads, collective_s=COLLECTIVE_S
+            ) as found:
                 if not started.done():
-                    started.set_exception(error)
+                    started.set_result(found)
+                await ends.wait()
+        except RanksError as error:
+            if not started.done():
+                started.set_exception(error)
+        except OSError as error:  # no process, no file to spare
+            if started.done():
                 raise
+            started.set_exception(RanksError(f"no ranks can be started: {error}"))
 
 
 def parts_of(work: Work, ranks: int) -> list[Work]:
