@@ -6,6 +6,7 @@ import signal
 
 import msgspec
 import pytest
+from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
 from opengyre.proto import subjects
@@ -327,6 +328,28 @@ async def test_a_mirror_is_whole_although_the_clients_mark_comes_first(bus: Bus,
     monkeypatch.setattr(KeyValue, "watchall", marked_first)
     async with bucket.view() as view:
         assert len(view.values) == 50
+
+
+async def test_a_mirror_is_made_although_the_client_stalls_in_the_midst_of_it(bus: Bus, monkeypatch) -> None:
+    """The first entry waits in the client for the description of its consumer, for 5 s, and withdraws what both share.
+    A process that was stopped just then ended of it, as none of the bus's faults."""
+    bucket = Bucket(bus, subjects.KV_HOSTS, LeaseOwner)
+    await bucket.put("a", LeaseOwner("1"))
+    ask, stalls = JetStreamContext.PushSubscription.consumer_info, 1
+
+    async def late(subscription: JetStreamContext.PushSubscription) -> object:
+        nonlocal stalls
+        if stalls:
+            stalls = 0
+            await eventually(lambda: subscription.delivered)
+            await asyncio.sleep(2 * bus.js._timeout)
+        return await ask(subscription)
+
+    monkeypatch.setattr(JetStreamContext.PushSubscription, "consumer_info", late)
+    monkeypatch.setattr(bus.js, "_timeout", 1.0)
+    async with bucket.view() as view:
+        assert view.values == {"a": LeaseOwner("1")}
+    assert not stalls
 
 
 async def test_who_gives_up_a_lease_does_not_wait_long_for_a_frozen_server(bus: Bus, nats_server) -> None:

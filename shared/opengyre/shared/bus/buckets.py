@@ -34,6 +34,9 @@ GONE = ("DEL", "PURGE")
 RELEASE_S = 2.0
 """Of one who is leaving, and whose caller has waited long enough."""
 
+# The last is what the client makes of an entry that waited too long in it while the watcher was being made.
+_BROKEN = (nats.errors.Error, js_errors.Error, asyncio.InvalidStateError)
+
 
 def is_gone(last: Stored) -> bool:
     """Whether a key's last message says that it was deleted or has expired."""
@@ -172,7 +175,7 @@ class View(Generic[T]):
             try:
                 await self._watch()
                 failures = 0
-            except (nats.errors.Error, js_errors.Error, BusUnavailableError, OSError, TimeoutError) as error:
+            except (*_BROKEN, BusUnavailableError, OSError, TimeoutError) as error:
                 failures += 1
                 log.info("bus: watcher of %s is built anew (%r)", self._name, error)
                 await asyncio.sleep(min(0.1 * 2**failures, 5) * random.uniform(0.5, 1))  # noqa: S311 - jitter
