@@ -55,6 +55,8 @@ class Process:
     def signal(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:  # until the last of its threads has stopped, which may answer meanwhile
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         """kill -9, and wait for it to be gone."""
