@@ -328,7 +328,7 @@ class Manager:
         except (OSError, SandboxError) as error:
             self._wake.set()
             raise InfraError(f"sandbox {name!r} could not be removed yet and is tried again: {error}") from error
-        # A creation that is under way fails now, removes what it made since, and forgets the sandbox.
+        # A creation or a restoration that is under way fails now, removes what it made since, and forgets the sandbox.
         if not sandbox.making and Effect.FORGET in sandbox.step(Event.DESTROYED):
             del self._known[name]
 

@@ -35,7 +35,7 @@ from opengyre.proto.sandbox_trees import (
 from opengyre.sandbox import check
 from opengyre.sandbox.core import InfraError, InvalidRequest, SandboxError, Spec, unsupported
 from opengyre.sandbox.held import Held
-from opengyre.sandbox.lease import Event, Lease
+from opengyre.sandbox.lease import Event, Lease, State
 from opengyre.sandbox.manager import LOOK_S, Manager
 from opengyre.sandbox.records import boot_id, load, save
 from opengyre.sandbox.shelf import Shelf
@@ -254,13 +254,18 @@ class Node(Manager):
         self._known_snapshot(request.snapshot)
         held = self._used(self._ready(request.sandbox))
         held.step(Event.VERIFY)  # nothing else may begin in it meanwhile
+        held.making = True
         self._restoring.add(request.sandbox)
         try:
             await self._forwards.close(request.sandbox)
             await self._backend.restore(held.spec, request.snapshot)
         finally:
             self._restoring.discard(request.sandbox)
+            held.making = False
             held.step(Event.VERIFIED)
+            self._wake.set()
+            if held.state is State.DESTROYING:  # it was removed meanwhile, but not what was made after that
+                await self._remove(request.sandbox)
         return self._ref(self._find(request.sandbox))
 
     async def drop(self, request: DropRequest) -> DropResult:

@@ -1,0 +1,70 @@
+"""What comes while a node is between two steps of something else: a removal, a look, the same call once more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opengyre.proto.sandbox_trees import RestoreRequest, SnapshotRequest
+from opengyre.sandbox.core import SandboxError
+from opengyre.sandbox.node import Node as Full
+from support import both_backends
+from support.both_backends import Node
+
+pytestmark = pytest.mark.sandbox
+STEPS = {"docker": "_container", "bubblewrap": "_build"}
+"""What makes a sandbox's processes."""
+
+
+@pytest.fixture(params=both_backends.BOTH)
+async def node(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Node]:
+    made = Node(request.param, tmp_path / "n")
+    made.manager = Full(made.backend, "n0", both_backends.DEFAULTS)
+    async with both_backends.ready(made):
+        yield made
+        for snapshot in made.backend.snapshots():
+            await made.backend.drop(snapshot)
+
+
+def manager_of(node: Node) -> Full:
+    assert isinstance(node.manager, Full)
+    return node.manager
+
+
+class Held:
+    """A step of a backend that waits, once it was come to, until it may go on."""
+
+    def __init__(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.come, self.go_on = asyncio.Event(), asyncio.Event()
+        step = getattr(owner, name)
+
+        async def held(*given: Any, **more: Any) -> Any:
+            self.come.set()
+            await self.go_on.wait()
+            return await step(*given, **more)
+
+        monkeypatch.setattr(owner, name, held)
+
+
+async def kept(node: Node) -> None:
+    """A sandbox ``s`` and its snapshot ``kept``."""
+    await node.create("s", files={"a": "kept"})
+    await manager_of(node).snapshot(SnapshotRequest(sandbox="s", snapshot="kept"))
+
+
+async def test_a_sandbox_that_is_removed_while_it_is_restored_leaves_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Its container was made after the removal, and nobody knew of it: it stayed until the next start."""
+    await kept(node)
+    held = Held(node.backend, STEPS[node.kind], monkeypatch)
+    restoring = asyncio.ensure_future(manager_of(node).restore(RestoreRequest(sandbox="s", snapshot="kept")))
+    await held.come.wait()
+    await node.manager.destroy("s")
+    held.go_on.set()
+    with pytest.raises(SandboxError):
+        await restoring
+    assert await node.left() == []
+    assert node.manager.count() == 0
