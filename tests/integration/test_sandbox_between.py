@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opengyre.proto.sandbox_trees import RestoreRequest, SnapshotRequest
-from opengyre.sandbox.core import SandboxError
+from opengyre.sandbox.core import SandboxError, SandboxGone
 from opengyre.sandbox.node import Node as Full
 from support import both_backends
-from support.both_backends import Node
+from support.both_backends import Box, Node
 
 pytestmark = pytest.mark.sandbox
 STEPS = {"docker": "_container", "bubblewrap": "_build"}
@@ -68,3 +69,33 @@ async def test_a_sandbox_that_is_removed_while_it_is_restored_leaves_nothing(
         await restoring
     assert await node.left() == []
     assert node.manager.count() == 0
+
+
+async def test_sandboxes_are_listed_while_one_is_restored(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """The list of all of a node's was refused, as one had no processes for a moment."""
+    await kept(node)
+    await node.create("other")
+    held = Held(node.backend, STEPS[node.kind], monkeypatch)
+    restoring = asyncio.ensure_future(manager_of(node).restore(RestoreRequest(sandbox="s", snapshot="kept")))
+    await held.come.wait()
+    assert {info.sandbox for info in node.manager.listing({})} == {"s", "other"}
+    held.go_on.set()
+    await restoring
+    assert (await Box(node, "s").run("cat a")).stdout == "kept"
+
+
+async def test_a_sandbox_whose_restoration_failed_keeps_no_other_from_being_listed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    await kept(node)
+    await node.create("other")
+
+    async def fail(*_: Any) -> None:
+        raise SandboxGone("it is made to fail")
+
+    monkeypatch.setattr(node.backend, STEPS[node.kind], fail)
+    with pytest.raises(SandboxGone):
+        await manager_of(node).restore(RestoreRequest(sandbox="s", snapshot="kept"))
+    assert {info.sandbox for info in node.manager.listing({})} == {"other"}
+    with suppress(SandboxGone):
+        await node.manager.destroy("s")

@@ -340,12 +340,16 @@ class Manager:
         """Those that carry all of the labels."""
         found = [one for one in self._known.values() if one.state in (State.READY, State.VERIFYING)]
         chosen = [one for one in found if all(one.labels.get(key) == value for key, value in labels.items())]
-        return tuple(self._info(one) for one in sorted(chosen, key=lambda one: one.created_at))
+        told = []
+        for one in sorted(chosen, key=lambda one: one.created_at):
+            with suppress(SandboxGone):  # one whose restoration failed has nothing any more; `reap` removes it
+                told.append(self._info(one))
+        return tuple(told)
 
     def _info(self, sandbox: Held) -> SandboxInfo:
         now = _now()
-        ready = sandbox.state is not State.CREATING
-        execs, running = self._backend.execs(sandbox.spec.sandbox) if ready else (0, [])
+        # One that is being made, or made anew with other files, has no commands to look at.
+        execs, running = (0, []) if sandbox.making else self._backend.execs(sandbox.spec.sandbox)
         return SandboxInfo(
             sandbox=sandbox.spec.sandbox,
             node=self._node,
