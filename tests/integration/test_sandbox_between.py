@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opengyre.proto.sandbox_trees import RestoreRequest, SnapshotRequest
+from opengyre.proto.sandbox_trees import ForkRequest, RestoreRequest, SnapshotRequest
 from opengyre.sandbox.core import SandboxError, SandboxGone
 from opengyre.sandbox.node import Node as Full
 from support import both_backends
@@ -99,3 +99,12 @@ async def test_a_sandbox_whose_restoration_failed_keeps_no_other_from_being_list
     assert {info.sandbox for info in node.manager.listing({})} == {"other"}
     with suppress(SandboxGone):
         await node.manager.destroy("s")
+
+
+async def test_sandboxes_are_forked_once_for_their_names_also_at_once(node: Node):
+    """Both made the same sandbox, and each removed what the other one had made of it."""
+    await kept(node)
+    request = ForkRequest(snapshot="kept", sandboxes=("f1", "f2"), owner="test")
+    first, second = await asyncio.gather(*(manager_of(node).fork(request) for _ in range(2)))
+    assert [ref.sandbox for ref in first.sandboxes] == [ref.sandbox for ref in second.sandboxes] == ["f1", "f2"]
+    assert (await Box(node, "f2").run("cat a")).stdout == "kept"

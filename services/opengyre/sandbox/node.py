@@ -231,6 +231,8 @@ class Node(Manager):
         return ForkResult(sandboxes=tuple([await self._settled(name) for name in request.sandboxes]))
 
     async def _fork(self, name: str, request: ForkRequest, taken: Taken) -> None:
+        if name in self._known:  # the same call once more began it before this task did
+            return
         now = monotonic()
         spec = msgspec.structs.replace(taken.spec, sandbox=name)
         held = Held(
