@@ -6,12 +6,14 @@ import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from opengyre.sandbox import disks, images, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, SandboxBusy, Spec
+from opengyre.sandbox.records import Processes
 from support import eventually
 from support.archives import member, tar_of
 from support.rootfs import needs_root, rootfs
@@ -498,3 +500,45 @@ async def test_layers_become_one_image_without_what_they_removed(node: Bubblewra
     assert "one" not in said.split()
     assert "1234 77 4711" in said
     assert said == await Shell(node, Spec(sandbox="g", image=str(root)))(look)
+
+
+@needs_root
+@pytest.mark.parametrize("with_image", [True, False])
+async def test_a_snapshot_that_is_being_taken_is_not_removed_as_unused(
+    node: Bubblewrap, root: Path, with_image: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever dropped another one meanwhile, as each evaluation of a copy does, removed its files: it failed, or held a
+    part of them only.
+    """
+    spec = Spec(sandbox="p", image=str(root) if with_image else None)
+    await node.create(spec, {"/workspace/a": "1"})
+    await node.snapshot(spec, "other")
+    ask = node._launcher.request
+
+    async def request(op: str, **fields: Any) -> dict[str, Any] | None:
+        made = await ask(op, **fields)
+        if op == "snapshot":
+            assert await node.drop("other")
+        return made
+
+    monkeypatch.setattr(node._launcher, "request", request)
+    assert await node.snapshot(spec, "s") > 0
+    fork = Spec(sandbox="f", image=spec.image)
+    await node.fork("s", fork)
+    assert await Shell(node, fork)("cat /workspace/a") == "1"
+
+
+def test_a_sandbox_that_becomes_ready_while_its_layers_are_looked_at_has_them_in_use(tmp_path: Path) -> None:
+    """The look is made in a thread, beside what makes sandboxes."""
+    backend = Bubblewrap(tmp_path / "node")
+    record = Processes(boot="b", token="t", slot=None, isolated=True, layers=("l",))
+
+    class Table(dict[str, Processes]):
+        def values(self) -> Any:
+            found = list(super().values())
+            if backend._making:  # it becomes ready right after the first look at either table
+                backend._live["s"] = backend._making.pop("s")
+            return found
+
+    backend._making, backend._live = Table(s=record), Table()
+    assert record in backend._records()

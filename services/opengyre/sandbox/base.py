@@ -77,6 +77,8 @@ class Base(ABC):
         self._boot = boot_id()
         self._live: dict[str, Processes] = {}
         self._making: dict[str, Processes] = {}
+        self._taking: set[str] = set()
+        """Layers of snapshots that are being taken."""
         self._slots: set[int] = set()
         self._numbers = itertools.count()
         self._bwrap = ""

@@ -186,8 +186,8 @@ class Bubblewrap(Running, Transfer, Roots):
             save(self.folder(sandbox) / "processes.json", record)
         except OSError as error:
             raise InfraError(f"sandbox {sandbox!r} could not be made: {error}") from error
-        self._making.pop(sandbox, None)
         self._live[sandbox] = record
+        self._making.pop(sandbox, None)
         await self._egress.open(spec)
 
     def _jail(self, spec: Spec, record: Processes) -> list[str]:

@@ -152,6 +152,7 @@ class Roots(Base):
         record = self._record(spec.sandbox)
         token = secrets.token_hex(8)
         layer = self._layer(token)
+        self._taking.add(token)
         try:
             await self._launcher.request(
                 "snapshot",
@@ -177,6 +178,8 @@ class Roots(Base):
         except BaseException:
             await in_thread(_delete, layer)
             raise
+        finally:
+            self._taking.discard(token)
         return size
 
     def _root_from(self, snapshot: str) -> Root:
@@ -205,9 +208,13 @@ class Roots(Base):
         return self._root / "snapshots" / snapshot
 
     def in_use(self) -> set[str]:
-        bases = {record.base for record in [*self._live.values(), *self._making.values()]}
+        bases = {record.base for record in self._records()}
         bases |= {kept.base for kept in self._all_kept()}
         return {Path(base).parent.name for base in bases if base is not None}
+
+    def _records(self) -> list[Processes]:
+        # A sandbox is among the live ones before it is not among those that are made any more.
+        return [*self._making.values(), *self._live.values()]
 
     def _all_kept(self) -> list[Kept]:
         found = [load(folder / "kept.json", Kept) for folder in (self._root / "snapshots").iterdir()]
@@ -215,10 +222,14 @@ class Roots(Base):
 
     def _drop_unused(self) -> None:
         """Remove the layers that no snapshot and no sandbox stands on."""
-        used = {token for record in [*self._live.values(), *self._making.values()] for token in record.layers}
+        # In a thread: who takes a snapshot says so first, then there is the layer, then it is kept; so here the other
+        # way round, and none is missed that goes from the one to the other meanwhile.
+        layers = list((self._root / "layers").iterdir())
+        used = set(self._taking)
         for kept in self._all_kept():
             used |= {kept.token, *kept.layers}
-        for layer in (self._root / "layers").iterdir():
+        used |= {token for record in self._records() for token in record.layers}
+        for layer in layers:
             if layer.name not in used:
                 _delete(layer)
 
