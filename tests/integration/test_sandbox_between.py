@@ -1,6 +1,7 @@
 """What comes while a node is between two steps of something else: a removal, a look, the same call once more."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -108,3 +109,52 @@ async def test_sandboxes_are_forked_once_for_their_names_also_at_once(node: Node
     first, second = await asyncio.gather(*(manager_of(node).fork(request) for _ in range(2)))
     assert [ref.sandbox for ref in first.sandboxes] == [ref.sandbox for ref in second.sandboxes] == ["f1", "f2"]
     assert (await Box(node, "f2").run("cat a")).stdout == "kept"
+
+
+async def test_the_reaper_leaves_another_sandbox_of_the_same_id_alone(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """It had looked at all of them first, and removed one after the other by what it had seen then."""
+    for name in ("a", "b"):
+        await node.create(name)
+        held = node.manager._known[name]
+        held.lease = dataclasses.replace(held.lease, expires_at=0.0)
+    removing = Held(node.backend, "destroy", monkeypatch)
+    seen = asyncio.Event()
+    alive = node.backend.alive
+
+    async def look(name: str) -> bool:
+        if node.manager.count() == 1:
+            seen.set()
+        return await alive(name)
+
+    monkeypatch.setattr(node.backend, "alive", look)
+    reaping = asyncio.ensure_future(node.manager.reap())
+    await removing.come.wait()
+    removing.go_on.set()
+    await node.manager.destroy("b")
+    await node.create("b")
+    async with asyncio.timeout(30):
+        await seen.wait()
+    assert (await Box(node, "b").run("echo lives")).stdout == "lives\n"
+    reaping.cancel()
+
+
+async def test_the_reaper_that_looks_while_a_sandbox_is_restored_leaves_it(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """Its look, in a thread, found the processes that were there before it gone."""
+    await kept(node)
+    looked, told = asyncio.Event(), asyncio.Event()
+
+    async def look(_: str) -> bool:
+        looked.set()
+        await told.wait()
+        return False
+
+    monkeypatch.setattr(node.backend, "alive", look)
+    looking = asyncio.ensure_future(node.manager._due())
+    await looked.wait()
+    held = Held(node.backend, STEPS[node.kind], monkeypatch)
+    restoring = asyncio.ensure_future(manager_of(node).restore(RestoreRequest(sandbox="s", snapshot="kept")))
+    await held.come.wait()
+    told.set()
+    assert await looking == []
+    held.go_on.set()
+    await restoring

@@ -82,7 +82,6 @@ class Manager:
         self._environments = environments or Environments(backend, node)
         self._max = max_sandboxes
         self._known: dict[str, Held] = {}
-        self._restoring: set[str] = set()
         self._wake = asyncio.Event()
         self._forwards = Forwards(backend.listen)
         # More at once would only make each slower.
@@ -371,6 +370,9 @@ class Manager:
                 if one.spec.network == "allowlist":
                     await self._connect(one.spec)
             for name in await self._due():
+                # While others were removed it may have been too, and another one made that has its id.
+                if not await self._is_due(name):
+                    continue
                 try:
                     await self._end(name)
                     log.info("sandbox: %s removed: its lease is over or it died", name)
@@ -386,11 +388,15 @@ class Manager:
                 continue
 
     async def _due(self) -> list[str]:
-        now = _now()
-        due = []
-        for name, one in list(self._known.items()):
-            over = one.state is State.DESTROYING or one.lease.ends_at(one.running > 0) <= now
-            ready = one.state is not State.CREATING and name not in self._restoring
-            if over or (ready and not await self._backend.alive(name)):
-                due.append(name)
-        return due
+        return [name for name in list(self._known) if await self._is_due(name)]
+
+    async def _is_due(self, name: str) -> bool:
+        one = self._known.get(name)
+        if one is None:
+            return False
+        if one.state is State.DESTROYING or one.lease.ends_at(one.running > 0) <= _now():
+            return True
+        if one.making or await self._backend.alive(name):
+            return False
+        # A restoration that began while that was looked at has ended its processes.
+        return self._known.get(name) is one and not one.making

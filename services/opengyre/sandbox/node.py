@@ -257,12 +257,10 @@ class Node(Manager):
         held = self._used(self._ready(request.sandbox))
         held.step(Event.VERIFY)  # nothing else may begin in it meanwhile
         held.making = True
-        self._restoring.add(request.sandbox)
         try:
             await self._forwards.close(request.sandbox)
             await self._backend.restore(held.spec, request.snapshot)
         finally:
-            self._restoring.discard(request.sandbox)
             held.making = False
             held.step(Event.VERIFIED)
             self._wake.set()
