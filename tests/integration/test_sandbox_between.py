@@ -158,3 +158,26 @@ async def test_the_reaper_that_looks_while_a_sandbox_is_restored_leaves_it(node:
     assert await looking == []
     held.go_on.set()
     await restoring
+
+
+async def test_a_sandbox_is_removed_once_whoever_else_removes_it(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """The later end of the second removal, as the reaper begins one of all that is being removed, was the end of a
+    sandbox that had been made with the same id in between.
+    """
+    await node.create("s")
+    removed: list[str] = []
+    destroy = node.backend.destroy
+
+    async def slow(name: str) -> None:
+        removed.append(name)
+        await asyncio.sleep(0.05 * len(removed))
+        await destroy(name)
+
+    monkeypatch.setattr(node.backend, "destroy", slow)
+    first = asyncio.ensure_future(node.manager.destroy("s"))
+    second = asyncio.ensure_future(node.manager.destroy("s"))
+    await first
+    await node.create("s")
+    await second
+    assert removed == ["s"]
+    assert (await Box(node, "s").run("echo lives")).stdout == "lives\n"

@@ -43,6 +43,7 @@ class Held:
     verifying: str | None = None
     """The evaluation that is under way."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    removing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def step(self, event: Event) -> tuple[Effect, ...]:
         """Take an event; what has to be done."""

@@ -6,7 +6,8 @@ Invariants:
 - nothing outlives its lease: `reap` removes what is due, what died and what could not be removed before.
 
 States: see `opengyre.sandbox.lease`. Awaits: whoever joins a creation or a verification waits for its entry's event,
-set when that ends, for `JOIN_BOUND_S` at most; `reap` waits for the next lease's end, a wake-up or `LOOK_S`.
+set when that ends, for `JOIN_BOUND_S` at most; whoever joins a removal for its end, which the backend bounds; `reap`
+waits for the next lease's end, a wake-up or `LOOK_S`.
 """
 
 import asyncio
@@ -321,15 +322,20 @@ class Manager:
         sandbox = self._known.get(name)
         if sandbox is None:
             return
-        await self._forwards.close(name)
-        try:
-            await self._backend.destroy(name)
-        except (OSError, SandboxError) as error:
-            self._wake.set()
-            raise InfraError(f"sandbox {name!r} could not be removed yet and is tried again: {error}") from error
-        # A creation or a restoration that is under way fails now, removes what it made since, and forgets the sandbox.
-        if not sandbox.making and Effect.FORGET in sandbox.step(Event.DESTROYED):
-            del self._known[name]
+        # One at a time: what the second of two removes may be another sandbox of the same id already.
+        async with sandbox.removing:
+            if sandbox.state is State.GONE:
+                return
+            await self._forwards.close(name)
+            try:
+                await self._backend.destroy(name)
+            except (OSError, SandboxError) as error:
+                self._wake.set()
+                raise InfraError(f"sandbox {name!r} could not be removed yet and is tried again: {error}") from error
+            # A creation or a restoration that is under way fails now, removes what it made since, and forgets the
+            # sandbox.
+            if not sandbox.making and Effect.FORGET in sandbox.step(Event.DESTROYED):
+                del self._known[name]
 
     def stat(self, name: str) -> SandboxInfo:
         """One sandbox."""
