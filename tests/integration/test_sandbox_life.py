@@ -7,10 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -251,6 +253,37 @@ async def test_a_sandbox_that_is_destroyed_while_it_is_made_leaves_nothing(node:
         await node.manager.destroy("c")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has ranges of user ids to give")
+async def test_a_range_of_user_ids_is_free_only_when_whose_it_is_gave_it_back(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """A sandbox that was removed while it was made, and once more when it was, gave back its range twice: the second
+    time it was another one's, and a third one got it too.
+    """
+    asked, go_on = threading.Event(), threading.Event()
+    prepare = node.backend._prepare
+
+    def late(*given: Any) -> tuple[str | None, str | None]:
+        if not asked.is_set():  # of all threads this one comes to its work last
+            asked.set()
+            go_on.wait(30)
+        return prepare(*given)
+
+    monkeypatch.setattr(node.backend, "_prepare", late)
+    making = asyncio.ensure_future(node.create("removed"))
+    await asyncio.to_thread(asked.wait, 30)
+    await node.manager.destroy("removed")
+    await node.create("second")
+    go_on.set()
+    with pytest.raises((SandboxGone, InfraError)):
+        await making
+    await node.create("third")
+    assert node.backend._live["second"].slot != node.backend._live["third"].slot
+    for name in ("second", "third"):
+        await node.manager.destroy(name)
+    assert not node.backend._slots
+
+
 async def test_trap_02_a_launcher_that_dies_leaves_no_orphan(node: Node):
     for delay_ms in (1, 4, 7, 10, 13):
         making = asyncio.ensure_future(node.create("c"))
@@ -352,6 +385,7 @@ async def test_without_isolation_commands_run_with_less_rights_and_say_so(tmp_pa
 HOST = """
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 from opengyre.proto.sandbox import ExecRequest, SandboxSpec
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import Spec

@@ -79,7 +79,8 @@ class Base(ABC):
         self._making: dict[str, Processes] = {}
         self._taking: set[str] = set()
         """Layers of snapshots that are being taken."""
-        self._slots: set[int] = set()
+        self._slots: dict[int, str] = {}
+        """Ranges of user ids in use, with the token of whose they are."""
         self._numbers = itertools.count()
         self._bwrap = ""
         self._lock = -1

@@ -114,7 +114,7 @@ class Bubblewrap(Running, Transfer, Roots):
             if record is not None and self._is_live(record):
                 self._live[folder.name] = record
                 if record.slot is not None:
-                    self._slots.add(record.slot)
+                    self._slots[record.slot] = record.token
         for folder in sorted((self._root / "sandboxes").iterdir()):
             if folder.name not in self._live:
                 self._remove(folder.name)
@@ -156,7 +156,7 @@ class Bubblewrap(Running, Transfer, Roots):
             spool_limit=jail.spool_limit(spec),
         )
         if slot is not None:
-            self._slots.add(slot)
+            self._slots[slot] = record.token
         self._making[sandbox] = record
         try:
             plain, disk = await in_thread(self._prepare, spec, files, record, old)
@@ -205,6 +205,11 @@ class Bubblewrap(Running, Transfer, Roots):
                 return slot
         raise InfraError(f"all {SLOTS} ranges of user ids are in use; destroy sandboxes first")
 
+    def _free(self, record: Processes) -> None:
+        # One that is removed while it is made, and again when it was: its range may be another's since.
+        if record.slot is not None and self._slots.get(record.slot) == record.token:
+            del self._slots[record.slot]
+
     def _prepare(
         self, spec: Spec, files: Mapping[str, str], record: Processes, old: Processes | None
     ) -> tuple[str | None, str | None]:
@@ -252,8 +257,7 @@ class Bubblewrap(Running, Transfer, Roots):
         del self._live[spec.sandbox]
         await self._egress.close(spec.sandbox)
         await in_thread(self._end, spec.sandbox, old)
-        if old.slot is not None:
-            self._slots.discard(old.slot)
+        self._free(old)
         await self._build(spec, {}, root, old)
         if old.layers:
             await in_thread(self._drop_unused)
@@ -301,7 +305,7 @@ class Bubblewrap(Running, Transfer, Roots):
             with suppress(FileNotFoundError):  # another call was first
                 folder.rename(trash)
             discard(trash)
-        if record is not None and record.slot is not None:
-            self._slots.discard(record.slot)
+        if record is not None:
+            self._free(record)
         if record is not None and record.layers:
             self._drop_unused()
