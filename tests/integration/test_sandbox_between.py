@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opengyre.proto.sandbox_trees import ForkRequest, RestoreRequest, SnapshotRequest
-from opengyre.sandbox.core import SandboxError, SandboxGone
+from opengyre.sandbox.core import SandboxError, SandboxGone, Spec
 from opengyre.sandbox.node import Node as Full
 from support import both_backends
 from support.both_backends import Box, Node
@@ -181,3 +181,30 @@ async def test_a_sandbox_is_removed_once_whoever_else_removes_it(node: Node, mon
     await second
     assert removed == ["s"]
     assert (await Box(node, "s").run("echo lives")).stdout == "lives\n"
+
+
+async def test_snapshots_of_a_sandbox_are_taken_one_after_the_other(node: Node, monkeypatch: pytest.MonkeyPatch):
+    """What ran went on when the first of two was done, while the other one read still; and of two with one id each
+    wrote into the files of the other.
+    """
+    await node.create("s", files={"a": "kept"})
+    taken: list[str] = []
+    under_way: set[str] = set()
+    snapshot = node.backend.snapshot
+
+    async def counted(spec: Spec, name: str) -> int:
+        assert not under_way
+        under_way.add(name)
+        try:
+            return await snapshot(spec, name)
+        finally:
+            under_way.discard(name)
+            taken.append(name)
+
+    monkeypatch.setattr(node.backend, "snapshot", counted)
+    calls = [SnapshotRequest(sandbox="s", snapshot=name) for name in ("one", "one", "two")]
+    found = await asyncio.gather(*(manager_of(node).snapshot(call) for call in calls))
+    assert found[0].size == found[1].size > 0
+    assert taken == ["one", "two"]
+    await manager_of(node).fork(ForkRequest(snapshot="one", sandboxes=("f",), owner="test"))
+    assert (await Box(node, "f").run("cat a")).stdout == "kept"

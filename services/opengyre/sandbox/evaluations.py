@@ -246,7 +246,8 @@ class Evaluations:
             return
         snapshot = snapshot_for(grading.spec.sandbox)
         try:
-            await self._backend.snapshot(sandbox.spec, snapshot)
+            async with sandbox.keeping:
+                await self._backend.snapshot(sandbox.spec, snapshot)
             await self._hands.make(grading, partial(self._backend.fork, snapshot, grading.spec))
         finally:
             await self._backend.drop(snapshot)

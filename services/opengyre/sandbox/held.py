@@ -44,6 +44,8 @@ class Held:
     """The evaluation that is under way."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     removing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Whoever takes a snapshot holds it: what runs is stopped for each, and goes on when one is done."""
 
     def step(self, event: Event) -> tuple[Effect, ...]:
         """Take an event; what has to be done."""

@@ -3,7 +3,8 @@
 Invariants: large content passes through files, never through memory as a whole; what a transfer made on the node is
 gone with its call; a snapshot is dropped when its lease is over, and one without a lease by the next start.
 
-Awaits: the backend, which bounds its work; `reap` waits for the end of the next lease of a snapshot or `LOOK_S`.
+Awaits: the backend, which bounds its work; a snapshot of the same sandbox that is being taken; `reap` waits for the end
+of the next lease of a snapshot or `LOOK_S`.
 """
 
 import asyncio
@@ -191,12 +192,23 @@ class Node(Manager):
         check.identifier("snapshot", request.snapshot)
         check.between("ttl_s", request.ttl_s, 0.05, 30 * 86400)
         self._able("snapshot")
+        if (known := self._same(request)) is None:
+            held = self._used(self._ready(request.sandbox))
+            async with held.keeping:
+                # The same call may have come twice, and one may have waited for the other.
+                known = self._same(request) or await self._take(held, request)
+        return self._snapshot_info(request.snapshot, known)
+
+    def _same(self, request: SnapshotRequest) -> Taken | None:
+        """What a call is repeated for."""
         known = self._taken(request.snapshot)
-        if known is not None and request.snapshot in self._backend.snapshots():
-            if known.sandbox != request.sandbox:
-                raise InvalidRequest(f"snapshot is {request.snapshot!r}, of another sandbox; allowed is an id for each")
-            return self._snapshot_info(request.snapshot, known)
-        held = self._used(self._ready(request.sandbox))
+        if known is None or request.snapshot not in self._backend.snapshots():
+            return None
+        if known.sandbox != request.sandbox:
+            raise InvalidRequest(f"snapshot is {request.snapshot!r}, of another sandbox; allowed is an id for each")
+        return known
+
+    async def _take(self, held: Held, request: SnapshotRequest) -> Taken:
         size = await self._backend.snapshot(held.spec, request.snapshot)
         taken = Taken(
             boot=boot_id(),
@@ -208,7 +220,7 @@ class Node(Manager):
             environment=held.environment,
         )
         save(self._lease_path(request.snapshot), taken)
-        return self._snapshot_info(request.snapshot, taken)
+        return taken
 
     async def fork(self, request: ForkRequest) -> ForkResult:
         """Make sandboxes from a snapshot, all or none."""
