@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opengyre.proto.sandbox_trees import ForkRequest, RestoreRequest, SnapshotRequest
-from opengyre.sandbox.core import SandboxError, SandboxGone, Spec
+from opengyre.sandbox.core import InfraError, SandboxError, SandboxGone, Spec
 from opengyre.sandbox.node import Node as Full
 from support import both_backends
 from support.both_backends import Box, Node
@@ -208,3 +208,27 @@ async def test_snapshots_of_a_sandbox_are_taken_one_after_the_other(node: Node, 
     assert taken == ["one", "two"]
     await manager_of(node).fork(ForkRequest(snapshot="one", sandboxes=("f",), owner="test"))
     assert (await Box(node, "f").run("cat a")).stdout == "kept"
+
+
+async def test_the_reaper_tries_a_snapshot_again_that_cannot_be_dropped_now(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """An engine that did not answer once ended the service."""
+    await node.create("s")
+    await manager_of(node).snapshot(SnapshotRequest(sandbox="s", snapshot="short", ttl_s=0.05))
+    drop, faults = node.backend.drop, [InfraError("the engine does not answer")]
+
+    async def fails_once(name: str) -> bool:
+        if faults:
+            raise faults.pop()
+        return await drop(name)
+
+    monkeypatch.setattr(node.backend, "drop", fails_once)
+    reaping = asyncio.ensure_future(node.manager.reap())
+
+    async def gone() -> bool:
+        return reaping.done() or node.backend.snapshots() == []
+
+    await both_backends.until(gone)
+    assert not reaping.done()
+    reaping.cancel()

@@ -307,11 +307,14 @@ class Node(Manager):
                 taken = self._taken(snapshot)
                 if taken is None:
                     continue
-                if taken.expires_at <= monotonic():
+                if taken.expires_at > monotonic():
+                    ends.append(taken.expires_at)
+                    continue
+                try:
                     await self._backend.drop(snapshot)
                     log.info("sandbox: snapshot %s dropped: its lease is over", snapshot)
-                else:
-                    ends.append(taken.expires_at)
+                except SandboxError as error:
+                    log.warning("sandbox: snapshot %s is dropped later: %s", snapshot, error)
             await asyncio.sleep(max(0.05, min(ends) - monotonic()))
 
     def _able(self, capability: str) -> None:
