@@ -2,13 +2,16 @@
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opengyre.proto.sandbox import ForwardRequest
 from opengyre.proto.sandbox_trees import ForkRequest, RestoreRequest, SnapshotRequest
 from opengyre.sandbox.core import InfraError, SandboxError, SandboxGone, Spec
 from opengyre.sandbox.node import Node as Full
@@ -232,3 +235,26 @@ async def test_the_reaper_tries_a_snapshot_again_that_cannot_be_dropped_now(
     await both_backends.until(gone)
     assert not reaping.done()
     reaping.cancel()
+
+
+async def test_a_port_that_is_opened_while_its_sandbox_is_removed_is_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Its listener stayed for as long as the service did, and the caller heard that the port was open."""
+    await node.create("s")
+    opened: list[socket.socket] = []
+    listen = node.backend.listen
+
+    async def listening(sandbox: str, port: int) -> socket.socket:
+        opened.append(await listen(sandbox, port))
+        await node.manager.destroy(sandbox)
+        return opened[-1]
+
+    monkeypatch.setattr(node.manager._forwards, "_listen", listening)
+    with pytest.raises(SandboxGone):
+        await node.manager.forward(ForwardRequest(sandbox="s", port=8080, host="127.0.0.1", target_port=9))
+    await both_backends.until(partial(is_closed, opened[0]))
+
+
+async def is_closed(one: socket.socket) -> bool:
+    return one.fileno() < 0

@@ -44,21 +44,25 @@ class Forwards:
         self._ports: dict[str, dict[int, _Port]] = {}
         self._opening = asyncio.Lock()
 
-    async def point(self, sandbox: str, port: int, address: Address) -> None:
-        """Open the port, or lead it elsewhere."""
+    async def point(self, sandbox: str, port: int, address: Address) -> bool:
+        """Open the port, or lead it elsewhere; False where the sandbox's ports were closed meanwhile, this one too."""
         async with self._opening:
             ports = self._ports.setdefault(sandbox, {})
             known = ports.get(port)
             if known is not None:
                 known.address = address
-                return
+                return True
             made = _Port(address)
 
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 await self._serve(made, reader, writer)
 
             made.server = await asyncio.start_server(serve, sock=await self._listen(sandbox, port))
+            if self._ports.get(sandbox) is not ports:
+                made.server.close()
+                return False
             ports[port] = made
+            return True
 
     async def _serve(self, port: _Port, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

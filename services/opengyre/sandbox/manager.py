@@ -248,10 +248,8 @@ class Manager:
         check.forwarding(request)
         if self._ready(request.sandbox).spec.network == "allowlist" and request.port == PORT:
             raise InvalidRequest(f"port is {PORT}; allowed is another one, as the sandbox's proxy answers there")
-        await self._forwards.point(request.sandbox, request.port, (request.host, request.target_port))
-        if self._known.get(request.sandbox) is None:  # removed meanwhile
-            await self._forwards.close(request.sandbox)
-            self._find(request.sandbox)
+        while not await self._forwards.point(request.sandbox, request.port, (request.host, request.target_port)):
+            self._ready(request.sandbox)  # it is being removed or restored, or was restored meanwhile
         return ForwardResult(port=request.port)
 
     async def _exec(
