@@ -226,6 +226,24 @@ def test_who_asks_for_the_owner_is_not_taken_for_one(tmp_path: Path, monkeypatch
         timer.join()
 
 
+def test_a_former_owner_is_not_taken_for_one_that_has_not_written_its_id_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gyre down` ended whatever process had the id by then."""
+    with subprocess.Popen(["sleep", "600"]) as other, (tmp_path / "lock").open("w+b") as lock:
+        try:
+            os.pwrite(lock.fileno(), f"{other.pid}\n".encode(), 0)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert stacks.owner(tmp_path) is None
+            monkeypatch.setattr(stacks, "ASKING_S", 60.0)
+            timer = threading.Timer(0.1, lambda: os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0))
+            timer.start()
+            assert stacks.owner(tmp_path) == os.getpid()
+            timer.join()
+        finally:
+            other.kill()
+
+
 def test_the_stack_file_is_private_and_damage_is_named(tmp_path: Path) -> None:
     stack = Stack(nats="nats://x", valkey=None, gateway="http://y", api_key="k", state_dir=str(tmp_path))
     stacks.write(tmp_path, stack)

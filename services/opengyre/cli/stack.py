@@ -110,7 +110,9 @@ def new_key() -> str:
 
 
 ASKING_S = 0.5
-"""How long `owner`, which asks whether anybody holds a state directory, may itself seem to hold it."""
+"""How long `owner`, which asks whether anybody holds a state directory, may itself seem to hold it, and how long it
+waits for whoever holds it to say so.
+"""
 
 
 class Lock:
@@ -155,15 +157,45 @@ def owner(state_dir: Path) -> int | None:
         return None
     except OSError as error:
         raise StackError(_unusable_sentence(state_dir, error)) from error
+    until = time.monotonic() + ASKING_S
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with contextlib.suppress(ValueError):
-            return int(os.pread(handle, 32, 0))
-        return None
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Who has only just taken it has not written its id yet: what is there is a former owner's, or nothing.
+                pid = _written(handle)
+                if pid is not None and _has_open(pid, handle):
+                    return pid
+            else:
+                return None
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.02)
     finally:
         os.close(handle)
+
+
+def _written(handle: int) -> int | None:
+    with contextlib.suppress(ValueError):
+        return int(os.pread(handle, 32, 0))
     return None
+
+
+def _has_open(pid: int, handle: int) -> bool:
+    """Whether a process has the file of `handle` open; True where it may not be looked at."""
+    wanted = os.fstat(handle)
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    for link in links:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.path.samestat(link.stat(), wanted):
+                return True
+    return False
 
 
 def _unusable_sentence(state_dir: Path, error: OSError) -> str:
