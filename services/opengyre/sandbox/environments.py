@@ -3,7 +3,7 @@
 Invariants: what is kept is never changed; a making that failed leaves nothing; at most `MOST` are kept, the ones that
 were not used for longest go first (sandboxes that began with them go on).
 
-Awaits: the making of the same environment by another call, which is bounded by its steps; the backend.
+Awaits: the making or dropping of the same environment by another call, which is bounded by its steps; the backend.
 """
 
 import asyncio
@@ -84,8 +84,10 @@ class Environments:
         while len(self._used) > MOST:
             oldest = next(iter(self._used))
             del self._used[oldest]
-            self._making.pop(oldest, None)
-            await self.backend.drop(oldest)
+            # Who wants it just now waits, and makes it anew: what is being dropped is nothing to begin with.
+            async with self._making.setdefault(oldest, asyncio.Lock()):
+                if oldest not in self._used:
+                    await self.backend.drop(oldest)
         return key
 
     async def _make(self, key: str, spec: Spec, environment: TaskEnvironment, made: Origin) -> None:
