@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ import pytest
 from opengyre.sandbox import disks, images, machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
 from opengyre.sandbox.core import InvalidRequest, Options, OutputLimit, SandboxBusy, Spec
+from opengyre.sandbox.launch import tree
 from opengyre.sandbox.records import Processes
 from support import eventually
 from support.archives import member, tar_of
@@ -329,6 +331,35 @@ async def test_a_background_command_is_killed_with_all_that_it_started(node: Bub
     await node.kill("s", "left")
     await node.kill("s", "left")
     assert "sleep 31" not in await sh("cat /proc/*/cmdline | tr '\\0' ' ' | sed 's/cat.*//'")
+
+
+async def test_what_a_command_left_is_killed_also_where_that_had_only_just_ended(node: Bubblewrap) -> None:
+    """Its monitor saw the end before it heard of the kill: what the command had started ran on."""
+    spec = Spec(sandbox="s")
+    await node.create(spec, {})
+    sh = Shell(node, spec)
+    await node.spawn(spec, "job", "sleep 314 & until [ -e go ]; do sleep 0.02; done", 300.0, 100)
+
+    async def runs() -> bool:
+        return "sleep 314" in await sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+
+    await eventually(runs)
+    monitor = node._claim("s", node._record("s"), "job").pid
+    os.kill(monitor, signal.SIGSTOP)
+    try:
+        [leader] = content(f"/proc/{monitor}/task/{monitor}/children").split()
+        await sh("touch go")
+
+        async def ended() -> bool:
+            return not tree.runs(int(leader))
+
+        await eventually(ended)
+        killing = asyncio.ensure_future(node.kill("s", "job"))
+        await asyncio.sleep(0)
+    finally:
+        os.kill(monitor, signal.SIGCONT)
+    await killing
+    assert not await runs()
 
 
 async def test_row_08_a_command_without_output_is_killed(node: Bubblewrap) -> None:

@@ -95,7 +95,11 @@ class Running(Base):
                 return
             if not await processes.ended(claim.pid, claim.started, KILL_BOUND_S):
                 raise InfraError(f"command {exec_id!r} does not end; destroy its sandbox")
-        elif signal == "KILL":
+            answer = self._answer(sandbox, record, exec_id)
+            if answer is not None and answer.killed_by is not None:
+                return
+            # It had ended by itself when its monitor heard of this, or the monitor itself was killed.
+        if signal == "KILL":
             marker = f"{self.marker(sandbox)}.{exec_id}"
             await self._launcher.request("kill", marker=marker, **self._inside(sandbox))
 
