@@ -226,6 +226,7 @@ async def _keep_file(run: Running, state: Path) -> None:
                 # A thread goes on when its waiter is cancelled; the stack's last words are not to be overwritten by it.
                 await asyncio.wait([writing])
             written = now
+            continue  # something may have changed while it was written, which woke nobody
         await run.supervisor.changed(5.0)
 
 
