@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -20,6 +21,7 @@ from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import CannotIsolateError, InfraError, InvalidRequest, Options, SandboxGone, Spec
 from opengyre.sandbox.docker import Docker
 from opengyre.sandbox.docker_execs import Commands
+from opengyre.sandbox.launch import tree
 from opengyre.sandbox.records import load, save
 from opengyre.shared.bus import Bus, call
 from opengyre.shared.settings import SandboxSettings
@@ -127,6 +129,34 @@ async def test_row_23_what_nobody_knows_is_swept_and_what_lives_is_not(tmp_path:
     assert done.stdout == "ok\n"
     await second.destroy("lives")
     await second.stop()
+
+
+async def test_what_was_ended_has_left_room_for_other_processes(tmp_path: Path):
+    """Of a fork bomb, init had only begun to wait for the processes: the next command could not start any."""
+    async with started("docker", tmp_path / "node") as node:
+        await node.create("s")
+        await node.backend.spawn(node.spec("s"), "e", "sleep 93.5 & sleep 94.5 & wait", 300.0, 1000)
+        made = backend_of(node)._live["s"]
+
+        async def run() -> bool:
+            lines = await asyncio.to_thread(_lines_of, made.container)
+            return "sleep 93.5" in lines and "sleep 94.5" in lines
+
+        await both_backends.until(run)
+        ended = docker_host.pids(made.container) - docker_host._holders(made.first)
+        os.kill(made.first, signal.SIGSTOP)
+        try:
+            quieting = asyncio.ensure_future(node.backend.quiet("s"))
+
+            async def none_runs() -> bool:
+                return not any(tree.runs(pid) for pid in ended)
+
+            await both_backends.until(none_runs)
+            await asyncio.wait([quieting], timeout=0.3)
+            assert not quieting.done()
+        finally:
+            os.kill(made.first, signal.SIGCONT)
+        await quieting
 
 
 async def test_row_26_a_status_that_the_engine_has_forgotten_was_written_down(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from opengyre.sandbox.cgroups import find_mounts
@@ -59,13 +60,21 @@ def end_command(container: str, first: int, leader: int, marker: str, since: int
     ticks since boot at its start.
     """
     spare = _holders(first)
-    tree.end(lambda: _table(container, spare), lambda table: tree.belonging(table, leader, marker, since), BOUND_S)
+    mine = partial(tree.belonging, leader=leader, marker=marker, since=since)
+    tree.end(lambda: _table(container, spare), mine, BOUND_S, _there)
 
 
 def end_all(container: str, first: int) -> None:
     """Kill every process of a container but what holds it, and wait until all are gone, for `BOUND_S` at most."""
     spare = _holders(first)
-    tree.end(lambda: _table(container, spare), lambda table: {row.pid for row in table}, BOUND_S)
+    tree.end(lambda: _table(container, spare), lambda table: {row.pid for row in table}, BOUND_S, _there)
+
+
+def _there(pid: int) -> bool:
+    """Also one that has ended and that init, a program, has not come to yet: it counts as one of the processes that the
+    container may have.
+    """
+    return Path(f"/proc/{pid}").exists()
 
 
 @contextmanager

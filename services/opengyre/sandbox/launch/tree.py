@@ -131,13 +131,20 @@ def stop(look: Callable[[], list[Process]], choose: Callable[[list[Process]], se
     return stopped
 
 
-def end(look: Callable[[], list[Process]], choose: Callable[[list[Process]], set[int]], bound_s: float) -> None:
-    """`stop`, then kill what was stopped, and wait until it is gone; for ``bound_s`` seconds at most."""
+def end(
+    look: Callable[[], list[Process]],
+    choose: Callable[[list[Process]], set[int]],
+    bound_s: float,
+    there: Callable[[int], bool] | None = None,
+) -> None:
+    """`stop`, then kill what was stopped, and wait until it is gone; for ``bound_s`` seconds at most. ``there``: how a
+    process is told that is not gone, where one that nobody has waited for is not.
+    """
     deadline = time.monotonic() + bound_s
     stopped = stop(look, choose, deadline)
     for pid in stopped:
         _signal(pid, signal.SIGKILL)
-    while any(runs(pid) for pid in stopped) and time.monotonic() < deadline:
+    while any((there or runs)(pid) for pid in stopped) and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
