@@ -162,6 +162,20 @@ async def test_pitfall_05_a_stopped_worker_leaves_no_pull_request_behind(bus: Bu
             pass
 
 
+async def test_pitfall_05_what_a_cancelled_take_still_waits_for_is_the_next_takes(bus: Bus) -> None:
+    """Else the message went to a request that nobody looks at, and came again only after its ack wait."""
+    await ack_wait(bus, 300)
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES) as puller:
+        taking = asyncio.create_task(puller.take())
+        await asyncio.sleep(0.2)  # the pull request is on the server
+        taking.cancel()
+        await asyncio.wait([taking])
+        await bus.publish(QUEUE, dispatch(1))
+        async with asyncio.timeout(SOON_S):
+            while await puller.take() is None:
+                pass
+
+
 async def test_pitfall_09_a_message_that_fits_only_without_its_headers_is_refused_here(bus: Bus) -> None:
     payload = b"x" * (bus.client.max_payload - 10)
     with pytest.raises(TooLargeError, match="blob"):

@@ -4,7 +4,7 @@ Invariants:
 - One message is pulled at a time, when there is a free place for it: nothing is buffered while its ack wait burns.
 - A pull request never waits longer than 5 s: it dies silently with its server.
 - A puller that is closed withdraws its waiting pull request and gives back what arrived meanwhile, also what a `take`
-  had in its hands when it was cancelled.
+  had in its hands when it was cancelled; one that is not closed hands that out by the next `take`.
 - A message is acknowledged after its handler returned, and kept ours by `in_progress` meanwhile. Handlers must be
   idempotent: acknowledged messages do come back after a crash of the broker.
 - What cannot be handled becomes a dead letter with its reason, at once or after the last delivery.
@@ -128,13 +128,16 @@ class Puller:
 
     async def take(self, timeout_s: float = FETCH_S) -> Delivery | None:
         """The next message, or None when there is none in `timeout_s` (5 s at most)."""
-        self._fetching = asyncio.create_task(self._subscription.fetch(1, timeout=min(timeout_s, FETCH_S)))
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._subscription.fetch(1, timeout=min(timeout_s, FETCH_S)))
         try:
-            # Where we are cancelled it goes on, until `close` looks at what it got.
+            # Where we are cancelled it goes on, until the next `take`, or `close`, looks at what it got.
             got = await asyncio.shield(self._fetching)
         except (nats.errors.TimeoutError, TimeoutError, js_errors.FetchTimeoutError):
+            self._fetching = None
             return None
         except (js_errors.ServiceUnavailableError, js_errors.APIError, nats.errors.Error) as error:
+            self._fetching = None
             log.warning("bus: consumer %s: %r", self._consumer, error)
             await asyncio.sleep(0.5)
             return None
