@@ -9,12 +9,15 @@ import msgspec
 import pytest
 
 from opengyre.proto import subjects
+from opengyre.proto.run import RunSpec
 from opengyre.proto.update import Opened
 from opengyre.shared.blobs import Blobs
 from opengyre.shared.bus import Bucket, Bus, LeaseOwner
+from opengyre.shared.bus.topology import consumers
 from opengyre.shared.settings import CacheSettings
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.model import TinyModel
+from opengyre.trainer.intake import Intake
 from opengyre.trainer.stock import Stock
 from support import eventually
 from support.trainer_fakes import CONFIG, RUN, B, Cell, events, offer, ready, start_run, trainer
@@ -64,6 +67,32 @@ async def test_an_update_that_is_opened_again_has_another_attempt(
     first, second = await opened(bus)
     assert first.update == second.update == 1
     assert first.attempt != second.attempt
+
+
+async def test_a_group_that_is_looked_at_when_its_run_ends_is_given_back_at_once(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it came again only after its ack wait, and a successor would wait for it."""
+    config = next(config for stream, config in consumers() if stream == subjects.GROUPS)
+    await bus.js.add_consumer(subjects.GROUPS, config.evolve(ack_wait=300))
+    spec = await start_run(bus, model)
+    looking = asyncio.Event()
+
+    async def check(*_: object, **__: object) -> None:
+        looking.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Intake, "check", check)
+    async with trainer(bus, blobs, tmp_path, "t0"):
+        await offer(bus, ready(0))
+        await asyncio.wait_for(looking.wait(), 90)
+        await Bucket(bus, subjects.KV_RUNS, RunSpec).put(RUN, msgspec.structs.replace(spec, state="stopped"))
+
+        async def left() -> bool:
+            consumed = await events(bus, subjects.TASKS, subjects.task(RUN, "*", "consumed"))
+            return [(event.group, event.reason) for event in consumed] == [("r-g000000", "run_stopped")]
+
+        await eventually(left, 90)
 
 
 async def test_a_life_that_ends_after_its_commit_leaves_no_blobs(

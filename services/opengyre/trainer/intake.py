@@ -47,14 +47,15 @@ class Intake:
         delivery = await self._puller.take(seconds)
         if delivery is None:
             return None
-        try:
-            event = await delivery.event()
-        except codec.UndecodableError as error:
-            await delivery.reject(f"undecodable: {error}")
-            return None
-        if not isinstance(event, GroupReady):
-            await delivery.reject(f"a group was expected, not {type(event).__name__}")
-            return None
+        async with delivery.back_if_cancelled():
+            try:
+                event = await delivery.event()
+            except codec.UndecodableError as error:
+                await delivery.reject(f"undecodable: {error}")
+                return None
+            if not isinstance(event, GroupReady):
+                await delivery.reject(f"a group was expected, not {type(event).__name__}")
+                return None
         return delivery, event
 
     async def members(self, ready: GroupReady) -> tuple[Member, ...]:

@@ -167,7 +167,8 @@ class RunTrainer:
                 while stock.pending == pending and len(desk.update.units) == entered:
                     taken = await self._intake.take()
                     if taken is not None:
-                        await self._receive(stock, *taken)
+                        async with taken[0].back_if_cancelled():
+                            await self._receive(stock, *taken)
                     # The setting may have changed meanwhile.
                     await self._fill(desk, stock)
 

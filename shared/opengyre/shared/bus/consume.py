@@ -73,6 +73,17 @@ class Delivery:
     async def retry(self, delay_s: float = 0.0) -> None:
         await self._answer(b'-NAK {"delay": %d}' % int(delay_s * 1e9))
 
+    @contextlib.asynccontextmanager
+    async def back_if_cancelled(self) -> AsyncIterator[Self]:
+        """Give the message back where the block is cancelled: at once, and not after its ack wait."""
+        try:
+            yield self
+        except asyncio.CancelledError:
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.retry()
+            raise
+
     async def in_progress(self) -> None:
         await self._answer(b"+WPI")
 
@@ -217,14 +228,9 @@ async def work(
 
     async def handle(delivery: Delivery) -> None:
         try:
-            async with delivery.held(keep_every_s):
+            # Another replica is there.
+            async with delivery.back_if_cancelled(), delivery.held(keep_every_s):
                 await _judge(delivery, handler, max_deliver, failures)
-        except asyncio.CancelledError:
-            # Not until its ack wait is over, but at once: another replica is there.
-            with contextlib.suppress(nats.errors.Error, TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await delivery.retry()
-            raise
         except (BusUnavailableError, nats.errors.Error) as error:
             # The verdict could not be told. The message comes again; others that are being handled must not suffer.
             log.warning("bus: no answer could be given for %s: %r", delivery.subject, error)
