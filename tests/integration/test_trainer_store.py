@@ -1,9 +1,11 @@
 """Checkpoints on a real disk: complete or absent, checked, and committed by one trainer only."""
 
+import contextlib
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -85,6 +87,30 @@ def test_what_an_interrupted_commit_left_is_not_a_checkpoint(tmp_path: Path) -> 
     assert store.latest() == stored
     store.clean()
     assert not half.exists()
+
+
+def test_a_commit_that_ends_while_a_successor_cleans_is_whole_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a trainer that lost its lease under way: it names what it wrote just when that is being removed."""
+    store, rmtree, renamed = Store(tmp_path, keep=3), shutil.rmtree, []
+
+    def halfway(path: Path, **options: Any) -> None:
+        monkeypatch.undo()
+        for half in tmp_path.glob(".tmp-*/state"):
+            rmtree(half)
+        with contextlib.suppress(FileNotFoundError):
+            renamed.append((tmp_path / ".tmp-abc").rename(store.directory(1)))
+        rmtree(path, **options)
+
+    other = store.commit(record(1), writing(FILES))
+    store.directory(1).rename(tmp_path / ".tmp-abc")
+    monkeypatch.setattr(shutil, "rmtree", halfway)
+    store.clean()
+    assert renamed == []
+    assert store.latest() is None
+    assert list(tmp_path.iterdir()) == []
+    assert store.commit(record(1), writing(FILES)) == other
 
 
 @pytest.mark.parametrize("name", ["state/one.distcp", "record.json"])

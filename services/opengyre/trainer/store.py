@@ -6,6 +6,7 @@ update 12. A second trainer that would commit the same version finds the name ta
 the files.
 """
 
+import contextlib
 import hashlib
 import shutil
 import tempfile
@@ -121,7 +122,7 @@ class Store:
     def clean(self) -> None:
         """Remove what interrupted commits left behind; only the one trainer that leads may call it."""
         for leftover in self.root.glob(".tmp-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _clear(leftover)
 
     def prune(self, needed: Iterable[int] = ()) -> None:
         """Keep the newest checkpoints, and those that are `needed`."""
@@ -149,7 +150,16 @@ def prune_weights(root: Path, keep: set[int]) -> None:
 def clean_weights(root: Path) -> None:
     """Remove what interrupted writes and removals left there; only the one trainer that leads may call it."""
     for leftover in (*root.glob(".tmp-v[0-9]*"), *root.glob(".v[0-9]*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _clear(leftover)
+
+
+def _clear(leftover: Path) -> None:
+    """Remove it under another name: who led before, and does not know yet that it does no more, may be about to give
+    it a version's, and would name what is half removed."""
+    hidden = Path(tempfile.mkdtemp(prefix=".tmp-v0-", dir=leftover.parent))
+    with contextlib.suppress(FileNotFoundError):  # it has a version's name already
+        leftover.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _seal(directory: Path) -> dict[str, str]:
