@@ -20,6 +20,7 @@ from opengyre.shared.settings import CacheSettings
 from opengyre.tiny.checkpoint import save_pretrained
 from opengyre.tiny.model import TinyModel
 from opengyre.trainer import learner
+from opengyre.trainer.state import State
 from opengyre.weights.manifest import damaged, read, verify
 from opengyre.weights.write import version_directory, write_version
 from support import eventually
@@ -42,6 +43,22 @@ async def blobs(tmp_path: Path) -> AsyncIterator[Blobs]:
 def model(tmp_path: Path) -> Path:
     save_pretrained(TinyModel(CONFIG, seed=1), tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Versions that trainers have looked at, each time: one that starts does so by itself, soon after it has published
+    what it has, and would mend what a test spoils then before anybody finds it."""
+    versions: list[int] = []
+    mend = State.mend
+
+    def looking(state: State, version: int) -> list[str]:
+        found = mend(state, version)
+        versions.append(version)
+        return found
+
+    monkeypatch.setattr(State, "mend", looking)
+    return versions
 
 
 async def start(bus: Bus, model: Path, updates: int, mu: int, **optimization: Any) -> None:
@@ -87,7 +104,7 @@ def spoil(manifest: Manifest, name: str) -> None:
 
 
 async def test_shards_that_a_host_refused_are_written_again(
-    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: list[int]
 ) -> None:
     """Of what is trained, and of an older version that is still what is published."""
     monkeypatch.setattr(learner, "write_version", functools.partial(write_version, shard_bytes=2000))
@@ -96,6 +113,7 @@ async def test_shards_that_a_host_refused_are_written_again(
         first = await published(bus, 0)
         shards = [file.name for file in first.files if file.name.startswith("model-")]
         assert len(shards) > 2
+        await eventually(lambda: looked == [0])
         spoil(first, shards[1])
         await refuse(bus, 0)
         await eventually(lambda: not damaged(Path(first.directory)))
@@ -164,11 +182,13 @@ async def test_a_published_version_that_cannot_be_mended_stops_no_training(
 
 
 async def test_a_cell_that_finds_its_base_damaged_trains_on_it_once_it_is_mended(
-    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, looked: list[int]
 ) -> None:
     await start(bus, model, updates=1, mu=1)
     async with trainer(bus, blobs, tmp_path, "t0"):
-        spoil(await published(bus, 0), "model.safetensors")
+        first = await published(bus, 0)
+        await eventually(lambda: looked == [0])
+        spoil(first, "model.safetensors")
         await offer(bus, real_group(RUN, 0, G))
         async with cells(bus, blobs, tmp_path, through):
             await reach(bus, 1)
