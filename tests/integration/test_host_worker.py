@@ -140,6 +140,14 @@ async def context(bus: Bus, tmp_path: Path) -> AsyncIterator[Context]:
         yield Context("host", "test", settings, bus, blobs, "http://127.0.0.1:1")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer here does not know what it gave: an answer that a machine which stalls brings late must not be lost,
+    and asked for again."""
+    monkeypatch.setattr(worker_module, "ANSWER_S", 60.0)
+    monkeypatch.setattr(worker_module, "TAKE_S", 60.0)
+
+
 @contextlib.asynccontextmanager
 async def training(context: Context) -> AsyncIterator[tuple[Worker, asyncio.Event]]:
     worker, leave = Worker(context, "host0", "boot", TorchLearner(1)), asyncio.Event()
@@ -341,8 +349,9 @@ async def test_a_worker_without_a_trainer_leaves_at_once(bus: Bus, context: Cont
 
 
 async def test_training_goes_on_after_the_broker_was_away(
-    bus: Bus, nats_server, context: Context, base: Manifest
+    bus: Bus, nats_server, context: Context, base: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_module, "ANSWER_S", 2.0)  # what was asked of the former broker is answered by none
     trainer = Trainer(base, [group(0)])
     trainer.flushing = False
     async with trainer.serve(bus), training(context):
