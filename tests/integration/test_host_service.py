@@ -26,8 +26,8 @@ pytestmark = pytest.mark.torch
 
 PROMPT = [5, 6, 7, 8]
 LONG = 450
-SWITCH_S = 5.0
-"""Far below what a switch takes that has missed an event, and goes on when it looks by itself (`LOOK_AGAIN_S`)."""
+SWITCH_S = 60.0
+"""Far below what a switch takes that has missed an event, and goes on when it looks by itself."""
 
 
 @pytest.fixture
@@ -188,8 +188,14 @@ async def test_calls_that_end_within_the_grace_are_not_stopped(
 
 
 async def test_a_switch_and_back_is_quick_and_ends_with_the_newest_weights(
-    bus: Bus, run: RunSpec, versions: Versions, tmp_path: Path, http: aiohttp.ClientSession
+    bus: Bus,
+    run: RunSpec,
+    versions: Versions,
+    tmp_path: Path,
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(service_module, "LOOK_AGAIN_S", 10 * SWITCH_S)
     await versions.publish(0)
     async with running(bus, tmp_path / "s") as host:
         await host.reach(HostState.ROLLOUT)
