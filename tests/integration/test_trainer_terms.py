@@ -95,6 +95,43 @@ async def test_a_group_that_is_looked_at_when_its_run_ends_is_given_back_at_once
         await eventually(left, 90)
 
 
+async def test_a_gradient_that_was_refused_is_forgotten_with_its_update(
+    bus: Bus, blobs: Blobs, model: Path, tmp_path: Path
+) -> None:
+    """It is as large as the model, and comes of each cell that was given up and is late."""
+    await start_run(bus, model, updates=2)
+    await offer(bus, ready(0), ready(1))
+    slow, quick = Cell(bus, blobs, "h0"), Cell(bus, blobs, "h1", gradient=lambda _: 0.5)
+    async with trainer(bus, blobs, tmp_path, "t0"):
+
+        async def given() -> bool:
+            reply = await slow.pull()
+            if reply.item is not None:
+                slow.add(reply.item)
+            return reply.item is not None
+
+        await eventually(given)
+        again = await slow.pull(boot="b1", holding=(), update=None, attempt=None)
+        assert again.item is not None, "its process was started again"
+        assert not (await slow.hand_over()).accepted
+        assert len(files(tmp_path)) == 1
+        slow.boot = "b1"
+        slow.add(again.item)
+        training = asyncio.create_task(quick.train())
+
+        async def whole() -> bool:
+            reply = await slow.pull()
+            if reply.item is not None:
+                slow.add(reply.item)
+            return reply.flush
+
+        await eventually(whole)
+        slow.total += 1.0
+        assert (await slow.hand_over()).accepted
+        await eventually(lambda: not files(tmp_path), 90)
+        training.cancel()
+
+
 async def test_a_life_that_ends_after_its_commit_leaves_no_blobs(
     bus: Bus, blobs: Blobs, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from opengyre.proto.group import GroupReady
 from opengyre.proto.host import HostState, HostStatus
 from opengyre.proto.run import RunSpec
 from opengyre.proto.update import Contributed, HandOver, HandOverReply, PullReply, PullRequest
+from opengyre.shared.blobs import BlobMissingError
 from opengyre.shared.bus import Bucket, ConflictError, Delivery, View, read
 from opengyre.shared.lifecycle import Context
 from opengyre.trainer import figures
@@ -65,6 +66,8 @@ class RunTrainer:
         self._frontier = Frontier()
         self._dropped: dict[str, int] = {}
         """Executions that left training since the last commit, each with the size of its group."""
+        self._offered: set[str] = set()
+        """Gradients that were handed over since the last commit, taken or refused: files that nobody else removes."""
         self._alarm = figures.Alarm(context.waits)
         self.leave = asyncio.Event()
 
@@ -112,6 +115,8 @@ class RunTrainer:
 
     async def hand_over(self, request: HandOver) -> HandOverReply:
         """Take a cell's gradient, once it is seen to be one."""
+        if request.executions:
+            self._offered.add(request.gradient)
         if self._desk is None:
             return HandOverReply(accepted=not request.executions, reason="no update is open")
         return await self._desk.hand_over(request)
@@ -129,6 +134,7 @@ class RunTrainer:
         desk = self._desk = Desk(self.spec, update, self._state, stock.held, self._tell, self._context.blobs)
         if not await self._collect(desk, stock):
             self._desk = None
+            await self._forget_offered()
             return
         with self._context.waits.on(f"the commit of update {number}"):
             await self._outbox.join()
@@ -139,6 +145,7 @@ class RunTrainer:
         desk.advance(Stored())
         # A gradient of the next update may be the same bytes, so these are forgotten before it opens.
         await self._forget(self.record.blobs)
+        await self._forget_offered()
         self._show()
         await self._off_loop(self._state.prune)
 
@@ -308,6 +315,13 @@ class RunTrainer:
     async def _forget(self, blobs: Iterable[str]) -> None:
         for blob in blobs:
             await self._context.blobs.discard(blob)
+
+    async def _forget_offered(self) -> None:
+        """Nothing of what was handed over is needed any more: what was refused neither, and what came once more after
+        the commit. Only while no update is open, for the same bytes may be handed over for that."""
+        while self._offered:
+            with contextlib.suppress(BlobMissingError):  # what is no reference is refused, and names no file
+                await self._context.blobs.discard(self._offered.pop())
 
     async def _forget_gradients(self) -> None:
         """Gradients of an attempt that was interrupted: nobody will add them up."""
