@@ -126,6 +126,10 @@ class Delivery:
             await asyncio.wait([beating])
 
 
+def _failed(fetching: "asyncio.Task[list[Msg]]") -> bool:
+    return fetching.done() and (fetching.cancelled() or fetching.exception() is not None)
+
+
 class Puller:
     """A bound durable consumer. Made by `pulling`."""
 
@@ -139,16 +143,14 @@ class Puller:
 
     async def take(self, timeout_s: float = FETCH_S) -> Delivery | None:
         """The next message, or None when there is none in `timeout_s` (5 s at most)."""
-        if self._fetching is None:
+        if self._fetching is None or _failed(self._fetching):
             self._fetching = asyncio.create_task(self._subscription.fetch(1, timeout=min(timeout_s, FETCH_S)))
         try:
             # Where we are cancelled it goes on, until the next `take`, or `close`, looks at what it got.
             got = await asyncio.shield(self._fetching)
         except (nats.errors.TimeoutError, TimeoutError, js_errors.FetchTimeoutError):
-            self._fetching = None
             return None
         except (js_errors.ServiceUnavailableError, js_errors.APIError, nats.errors.Error) as error:
-            self._fetching = None
             log.warning("bus: consumer %s: %r", self._consumer, error)
             await asyncio.sleep(0.5)
             return None
