@@ -15,7 +15,7 @@ from opengyre.proto.sandbox import ExecRequest, ExecResult, SandboxRef, SandboxS
 from opengyre.proto.task import Check
 from opengyre.sandbox import machine, processes
 from opengyre.sandbox.bubblewrap import Bubblewrap
-from opengyre.sandbox.core import Spec
+from opengyre.sandbox.core import Options, Spec
 from opengyre.sandbox.manager import Manager
 from support import eventually
 
@@ -155,3 +155,19 @@ async def node(root: Path, defaults: Spec = DEFAULTS, **more: Any) -> AsyncItera
     with contextlib.suppress(TimeoutError):
         await eventually(lambda: made.left() == [], 30.0)
     assert made.left() == []
+
+
+class Shell:
+    """Commands in one sandbox."""
+
+    def __init__(self, backend: Bubblewrap, spec: Spec) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.count = 0
+
+    async def __call__(self, command: str, **options) -> str:
+        self.count += 1
+        done = await self.backend.exec(
+            self.spec, f"x{self.count}", command, 20.0, 16384, Options(**options) if options else Options()
+        )
+        return f"{done.stdout}{done.stderr}{'' if done.exit_code == 0 else f'[{done.exit_code}]'}"
