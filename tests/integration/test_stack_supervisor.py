@@ -236,7 +236,12 @@ def test_a_former_owner_is_not_taken_for_one_that_has_not_written_its_id_yet(
             fcntl.flock(lock, fcntl.LOCK_EX)
             assert stacks.owner(tmp_path) is None
             monkeypatch.setattr(stacks, "ASKING_S", 60.0)
-            timer = threading.Timer(0.1, lambda: os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0))
+
+            def write() -> None:
+                os.ftruncate(lock.fileno(), 0)
+                os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
+
+            timer = threading.Timer(0.1, write)
             timer.start()
             assert stacks.owner(tmp_path) == os.getpid()
             timer.join()
