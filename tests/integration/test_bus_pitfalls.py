@@ -176,6 +176,18 @@ async def test_pitfall_05_what_a_cancelled_take_still_waits_for_is_the_next_take
                 pass
 
 
+async def test_pitfall_05_a_fetch_that_has_failed_is_not_what_the_next_take_waits_for(bus: Bus) -> None:
+    """Each further one would fail of it."""
+    async with pulling(bus, *subjects.ROLLOUT_EPISODES) as puller:
+        puller._fetching = asyncio.create_task(asyncio.sleep(600, []))
+        puller._fetching.cancel()
+        await asyncio.wait([puller._fetching])
+        await bus.publish(QUEUE, dispatch(1))
+        async with asyncio.timeout(SOON_S):
+            while await puller.take() is None:
+                pass
+
+
 async def test_pitfall_09_a_message_that_fits_only_without_its_headers_is_refused_here(bus: Bus) -> None:
     payload = b"x" * (bus.client.max_payload - 10)
     with pytest.raises(TooLargeError, match="blob"):

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from opengyre.sandbox import processes
 from opengyre.sandbox.launch import execs, tree
 from opengyre.sandbox.launch.tree import Process, belonging
 
@@ -83,3 +84,14 @@ def test_the_kernels_own_processes_never_arrive(flags: int, arriving: bool, monk
     row = tree.read_process(2)
     assert row is not None
     assert (row.pid, row.parent, row.started, row.marker, row.arriving) == (2, 0, 31, None, arriving)
+
+
+def test_a_sandbox_is_not_cleared_before_who_is_arriving_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had only just been started ran on after its sandbox was removed."""
+    looks = [[Process(8, 1, 8, 100, None, arriving=True)], [Process(8, 1, 8, 100, "s")], []]
+    monkeypatch.setattr(tree, "read_table", lambda _: looks.pop(0))
+    monkeypatch.setattr(processes, "_argument", lambda _: None)
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    processes.kill_by_marker(lambda value: value == "s")
+    assert (killed, looks) == ([8], [])

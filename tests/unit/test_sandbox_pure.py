@@ -151,7 +151,7 @@ def test_tree_holds_children_escaped_and_unmarked_but_not_another_exec_or_what_w
 
 
 def test_tree_does_not_judge_by_age_who_is_only_just_becoming_a_program():
-    """Of 4,593 looks at processes that did so 490 found no environment, and so took another command's for unmarked."""
+    """It shows no environment just then, and so another command's was taken for unmarked."""
     table = [row(1, 0), row(10, 0, marker="a"), row(11, 10), row(12, 1), row(13, 12), row(20, 0)]
     for one in table[2:]:
         one.arriving = True
