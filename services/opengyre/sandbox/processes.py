@@ -96,7 +96,7 @@ def _argument(pid: int) -> str | None:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(1 << 16).split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     key = SANDBOX_MARKER.encode()
     return words[words.index(key) + 1].decode("utf-8", "replace") if key in words[:-1] else None
