@@ -48,6 +48,17 @@ def test_a_plan_serves_tokens_and_says_in_what() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "gpus", "compiles"),
+    [((), 0, False), (("--no-enforce-eager",), 0, True), (("--no_enforce_eager",), 0, True), ((), 1, True)],
+)
+def test_nothing_is_compiled_on_a_cpu_unless_a_person_says_so(
+    arguments: tuple[str, ...], gpus: int, compiles: bool
+) -> None:
+    found = plan(FACTS, settings(vllm_arguments=arguments), gpus=gpus, free_bytes=8 * GIB)
+    assert ("TORCHDYNAMO_DISABLE" not in found.environment) is compiles
+
+
+@pytest.mark.parametrize(
     ("changes", "gpus", "free", "said"),
     [
         ({"vllm_context": 8192}, 0, 8 * GIB, "vllm_context is 8192; the model in /m has 4096 positions"),

@@ -35,11 +35,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where torch keeps what it compiles for the server."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def server(models: Models) -> AsyncIterator[VllmEngine]:
+async def server(models: Models, compiled: Path) -> AsyncIterator[VllmEngine]:
     """Running, with the old weights."""
     engine = VllmEngine(settings())
-    await engine.wake(models.paths["old"], 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        await engine.wake(models.paths["old"], 0)
     await engine.resume()
     yield engine
     await engine.close()

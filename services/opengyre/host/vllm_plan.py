@@ -19,6 +19,8 @@ CANARY_NATS: Final = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
 
 A forward of SmolLM2-135M in bfloat16 is off by 0.077 nats on its canary (of -15 a token), in float16 by 0.018; vLLM in
 float32 by less than 1e-4, of which the rounding in the file is most."""
+COMPILES: Final = "--no-enforce-eager"
+"""Among `host.vllm_arguments`: a person has vLLM compile on a CPU as well."""
 OVERHEAD_BYTES: Final = 1 << 30
 """What the engine's own processes take beside weights and keys/values on a CPU (1.1 GiB was measured with 0.32.0)."""
 
@@ -204,4 +206,7 @@ def _environment(settings: HostSettings, *, cpu: bool) -> dict[str, str]:
             "OMP_NUM_THREADS": str(settings.threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin take the cores from everything else
         }
+        if not any(one.replace("_", "-") == COMPILES for one in settings.vllm_arguments):
+            # Eager or not, vLLM compiles a helper of its log-probs when the first call needs it, in each process anew.
+            found["TORCHDYNAMO_DISABLE"] = "1"
     return found

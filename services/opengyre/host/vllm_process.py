@@ -136,13 +136,13 @@ class Server:
     async def stop(self) -> None:
         """End it and all it started."""
         for sign, patience in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-            for pid in _members(self._process.pid):
+            for pid in members(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sign)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     await self._process.wait()
-                    while _members(self._process.pid):  # noqa: ASYNC110 - of its children the kernel tells nobody but it
+                    while members(self._process.pid):  # noqa: ASYNC110 - of its children the kernel tells nobody but it
                         await asyncio.sleep(0.05)
                     break
         self._reading.cancel()
@@ -150,10 +150,10 @@ class Server:
 
     def memory(self) -> int:
         """Bytes that its processes hold together, each shared page once (PSS). Reads /proc: not for the event loop."""
-        return sum(_pss(pid) for pid in _members(self._process.pid))
+        return sum(_pss(pid) for pid in members(self._process.pid))
 
 
-def _members(session: int) -> list[int]:
+def members(session: int) -> list[int]:
     """Processes of a session that have not ended; vLLM's workers may have process groups of their own."""
     found = []
     for entry in Path("/proc").iterdir():

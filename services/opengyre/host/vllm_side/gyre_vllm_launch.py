@@ -5,14 +5,21 @@ start. Here the processes are forked from this one instead, which has imported e
 version that this was not tried with the stock way is taken. Not for GPUs: CUDA does not survive a fork once it is
 initialised.
 
+Its engine and its workers wait for each other's messages by asking again and again, with `sched_yield` between, until a
+second has passed without one: on a machine of few cores that takes one of them from the model, and since Linux 6.18,
+where who yields is set back far, other processes may get nothing for seconds. Here they sleep between two looks.
+
 It ends with the process that started it.
 """
 
 import ctypes
 import os
 import signal
+import time
 
 TRIED = "0.32.0"
+LOOK_S = 5e-5
+"""Between two looks for a message; a step of a small model takes some milliseconds."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -23,23 +30,19 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fork_instead(method: str) -> None:
-    """Have vLLM fork its processes, where that is known to work."""
+def fork_instead() -> None:
+    """Have vLLM fork its processes, which then have what is changed here."""
+    import importlib
     import multiprocessing
 
-    from vllm.platforms import current_platform
-
-    import vllm
-
-    if vllm.__version__ != TRIED or not current_platform.is_cpu() or method != "fork":
-        return
-
     import vllm.v1.engine.coordinator as coordinator
-    import vllm.v1.engine.core
     import vllm.v1.engine.utils as engine_utils
     import vllm.v1.executor.multiproc_executor as executor
-    import vllm.v1.worker.cpu_worker
     from vllm.utils import system_utils
+
+    # What engine and worker would else import each for itself.
+    for name in ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"):
+        importlib.import_module(name)
 
     def forked() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("fork")
@@ -48,11 +51,32 @@ def fork_instead(method: str) -> None:
         module.get_mp_context = forked
 
 
+def sleep_between_looks() -> None:
+    """Have vLLM's processes sleep where they would yield."""
+    import vllm.distributed.device_communicators.shm_broadcast as messages
+
+    def sleep() -> None:
+        time.sleep(LOOK_S)
+
+    messages.sched_yield = sleep
+
+
+def known() -> bool:
+    """Whether it is the version for CPUs that this was tried with."""
+    from vllm.platforms import current_platform
+
+    import vllm
+
+    return vllm.__version__ == TRIED and current_platform.is_cpu()
+
+
 def main() -> None:
     end_with_parent(int(os.environ["GYRE_VLLM_PARENT"]))
     # Each process that is forked ends with the one that forked it; of what is spawned vLLM takes care itself.
     os.register_at_fork(after_in_child=lambda: end_with_parent(os.getppid()))
-    fork_instead(os.environ.get("GYRE_VLLM_START", "fork"))
+    if known():
+        fork_instead()
+        sleep_between_looks()
     from vllm.entrypoints.launchers.api_server import entry
 
     entry.main()
