@@ -23,7 +23,7 @@ from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.model import TinyModel
 from support.chats import CHATML, SPECIALS
 
-CONTEXT = 4096
+CONTEXT = 8192
 BASH: dict[str, Any] = {
     "name": "bash",
     "description": "Execute a bash command",

@@ -156,11 +156,16 @@ class VllmStack(Stack):
             found = [self.statuses.values.get(host) for host in hosts]
             return all(s is not None and (s.state, s.version) == (HostState.ROLLOUT, self.version) for s in found)
 
-        try:
-            await eventually(there, START_S)
-        except TimeoutError:
-            logs = {host: (self.folder / "logs" / f"{host}.log").read_text()[-2000:] for host in hosts}
-            raise AssertionError(f"not all serve: {self.statuses.values}, {logs}") from None
+        await eventually(there, START_S, found=self.situation)
+
+    def situation(self, *heard: "Heard") -> str:
+        """For who waits in vain: what hosts say of themselves, how far calls have come, and what was logged last."""
+        lines = [f"calls of {[len(one.text) for one in heard]} characters, ended by {[one.finish for one in heard]}"]
+        for host in HOSTS:
+            log = (self.folder / "logs" / f"{host}.log").read_text(errors="replace").splitlines()
+            kept = [line for line in log if "does not answer" not in line]  # no trainer is there to be asked
+            lines += [str(self.statuses.values.get(host, f"{host} is LOST")), *kept[-8:]]
+        return "\n".join(lines)
 
     async def tell(self, host: str, role: str) -> None:
         self._epoch += 1

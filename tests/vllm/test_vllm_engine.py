@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from opengyre.cli.bench_engine_life import Prompts, change, pair
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_calls import body_of
-from opengyre.host.vllm_process import Server
+from opengyre.host.vllm_process import Server, members
 from opengyre.learn.events import Events
 from opengyre.learn.objective import objective
 from opengyre.proto.handshake import differs
@@ -74,9 +75,36 @@ async def test_an_engine_at_another_temperature_is_an_alarm_that_says_so(engine:
             assert "likely the engine samples at a lower temperature" in said
 
 
+async def test_the_first_call_waits_for_nothing_to_be_compiled(engine: VllmEngine, compiled: Path) -> None:
+    """A helper of log-probs was: the first call on a machine waited for it longer than for the start."""
+    await engine.submit(request("first", 8))
+    assert await asyncio.to_thread(lambda: list(compiled.iterdir())) == []
+
+
+async def test_processes_of_vllm_that_wait_for_each_other_leave_the_processor_to_others(engine: VllmEngine) -> None:
+    """Its engine waited for the worker's answer by `sched_yield` in a loop, and others got nothing for seconds."""
+
+    def used() -> dict[str, int]:
+        """Clock ticks by what a process calls itself."""
+        assert isinstance(engine._server, Server)
+        found = {}
+        for pid in members(engine._server._process.pid):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            fields = stat.rpartition(") ")[2].split()
+            found[stat[stat.index("(") + 1 : stat.rindex(")")]] = int(fields[11]) + int(fields[12])
+        return found
+
+    before = used()
+    await engine.submit(request("alone"))
+    after = used()
+    ticks = {name.partition("::")[2]: after[name] - before[name] for name in before if "::" in name}
+    assert ticks["Worker"] > 20, "it has computed"
+    assert ticks["EngineCor"] < 0.5 * ticks["Worker"], "it only waits meanwhile"
+
+
 async def test_a_call_in_flight_survives_new_weights_with_exact_versions(engine: VllmEngine, models: Models) -> None:
     old = engine.stats().version
-    calls = [engine.submit(request(f"swap{n}", 500)) for n in range(3)]
+    calls = [engine.submit(request(f"swap{n}", 1500)) for n in range(3)]
     await some(engine, "swap0", 100)
     await engine.pause()
     before = [len(engine.sampled(f"swap{n}", 0).token_ids) for n in range(3)]
@@ -88,13 +116,13 @@ async def test_a_call_in_flight_survives_new_weights_with_exact_versions(engine:
     # Of what came after the change some was sampled before it, which vLLM itself says at a call's end only.
     meanwhile = [engine.sampled(f"swap{n}", 0).weight_versions[0] for n in range(3)]
     for result, length, said in zip(await asyncio.gather(*calls), before, meanwhile, strict=True):
-        assert (result.finish_reason, len(result.token_ids)) == ("length", 500)
+        assert (result.finish_reason, len(result.token_ids)) == ("length", 1500)
         first, second = result.weight_versions
-        assert (first.version, first.start, second.version, second.end) == (old, 0, old + 1, 500)
+        assert (first.version, first.start, second.version, second.end) == (old, 0, old + 1, 1500)
         assert first.end == second.start >= length
         assert first == said
         assert off(result, models, "old", 0, first.end) < NEAR
-        assert off(result, models, "new", second.start, 500) < NEAR
+        assert off(result, models, "new", second.start, 1500) < NEAR
 
 
 async def test_what_vllm_says_of_itself_is_what_its_host_reports(engine: VllmEngine) -> None:
@@ -146,7 +174,7 @@ async def test_weights_are_taken_once_their_canary_is_scored_as_the_trainer_does
     engine: VllmEngine, models: Models
 ) -> None:
     old = engine.stats().version
-    running = engine.submit(request("proven", 500))
+    running = engine.submit(request("proven", 1500))
     await some(engine, "proven", 60)
     await engine.pause()
     await engine.load(models.with_canary("true", "new"), old + 1)
@@ -156,9 +184,9 @@ async def test_weights_are_taken_once_their_canary_is_scored_as_the_trainer_does
     await engine.resume()
     result = await running
     first, second = result.weight_versions
-    assert (first.version, second.version, second.end) == (old, old + 1, 500)
+    assert (first.version, second.version, second.end) == (old, old + 1, 1500)
     assert off(result, models, "old", 0, first.end) < NEAR
-    assert off(result, models, "new", second.start, 500) < NEAR
+    assert off(result, models, "new", second.start, 1500) < NEAR
 
 
 async def test_weights_by_which_the_engine_does_not_compute_are_refused(engine: VllmEngine, models: Models) -> None:
@@ -236,24 +264,24 @@ async def test_a_new_call_never_hits_a_block_of_old_weights(engine: VllmEngine, 
 async def test_a_stopped_call_delivers_what_it_has_and_goes_on_elsewhere(engine: VllmEngine, models: Models) -> None:
     """Where it goes on, log-probs are those of a call that was never stopped."""
     version = engine.stats().version
-    running = engine.submit(request("cut", 400))
+    running = engine.submit(request("cut", 1200))
     await some(engine, "cut", 60)
     assert await engine.abort(["cut"]) == 1
     part = await running
     assert part.finish_reason == "abort"
-    assert 60 <= len(part.token_ids) < 400
+    assert 60 <= len(part.token_ids) < 1200
     assert [tuple(span) for span in part.weight_versions] == [(version, 0, len(part.token_ids))]
     other = VllmEngine(settings())
     try:
         await other.wake(models.paths["old"], version)
         await other.resume()
-        rest = await other.submit(request("rest", 400 - len(part.token_ids), (*PROMPT, *part.token_ids)))
+        rest = await other.submit(request("rest", 1200 - len(part.token_ids), (*PROMPT, *part.token_ids)))
     finally:
         await other.close()
     assert rest.finish_reason == "length"
     whole = GenerateResult((*part.token_ids, *rest.token_ids), (*part.logprobs, *rest.logprobs), "length", ())
-    assert len(whole.token_ids) == 400
-    assert off(whole, models, "old", 0, 400) < NEAR
+    assert len(whole.token_ids) == 1200
+    assert off(whole, models, "old", 0, 1200) < NEAR
 
 
 async def test_a_call_can_be_stopped_while_the_engine_is_paused(engine: VllmEngine) -> None:

@@ -35,8 +35,8 @@ pytestmark = [
 ]  # fmt: skip
 
 NEAR = 2e-5
-LONG = 3500
-"""Tokens of a call that is still under way when the second host has been drained or killed as well."""
+LONG = 7500
+"""Tokens of a call that is still under way when the second host has been drained or killed as well: half a minute."""
 INSTRUCTION = "write one into a.txt"
 SOLVES = "echo one > a.txt"
 TALK = Shown(INSTRUCTION, (call(SOLVES), call(SUBMIT), "It is done."), ("", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"))
@@ -155,7 +155,7 @@ async def trains_where_nothing_is_left(stack: VllmStack, host: str) -> None:
         found = stack.statuses.values.get(host)
         return found if found is not None and found.state is HostState.TRAIN else None
 
-    await eventually(lambda: status() is not None, 120)
+    await eventually(lambda: status() is not None, 120, found=stack.situation)
     found = status()
     assert found is not None
     assert (found.memory_bytes, stack.engine(host)) == (0, {}), "training starts where nothing of vLLM is left"
@@ -167,17 +167,23 @@ async def test_calls_go_on_through_the_drains_of_all_hosts(stack: VllmStack) -> 
     told_apart = [f"talk {number}" for number in range(3)]
     heard = [Heard() for _ in told_apart]
     first, second = HOSTS
+
+    def found() -> str:
+        return stack.situation(*heard)
+
     async with stack.playing(max_tokens=LONG) as (agent, _), asyncio.TaskGroup() as tasks:
         asking = [
             tasks.create_task(agent.ask([{"role": "user", "content": text}], one))
             for text, one in zip(told_apart, heard, strict=True)
         ]
-        await eventually(lambda: all(len(one.text) > 20 for one in heard), 60)
+        await eventually(lambda: all(len(one.text) > 20 for one in heard), 60, found=found)
         await stack.tell(first, "train")
         training = [tasks.create_task(trains_where_nothing_is_left(stack, host)) for host in HOSTS]
-        await eventually(lambda: stack.running(second) == 3, 60)
+        await eventually(lambda: stack.running(second) == 3, 60, found=found)
         seen = [len(one.text) for one in heard]
-        await eventually(lambda: all(len(one.text) > n + 20 for one, n in zip(heard, seen, strict=True)), 60)
+        await eventually(
+            lambda: all(len(one.text) > n + 20 for one, n in zip(heard, seen, strict=True)), 60, found=found
+        )
         await stack.tell(second, "train")
         await asyncio.gather(*training)
 
@@ -215,16 +221,20 @@ async def test_engines_that_are_killed_mid_call_lose_no_token_and_no_episode(sta
     boots = {name: status.boot for name, status in stack.statuses.values.items()}
     interrupted = metrics.EPISODES_INTERRUPTED._value.get()
     heard = Heard()
+
+    def found() -> str:
+        return stack.situation(heard)
+
     async with stack.playing(max_tokens=LONG) as (agent, sandboxes), asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(agent.ask(USER, heard))
-        await eventually(lambda: len(heard.text) > 20, 60)
-        await eventually(lambda: any(map(stack.running, HOSTS)))
+        await eventually(lambda: len(heard.text) > 20, 60, found=found)
+        await eventually(lambda: any(map(stack.running, HOSTS)), found=found)
         first = stack.busy()
         second = next(name for name in HOSTS if name != first)
         stack.kill(first, "gyre_vllm_launch")
-        await eventually(lambda: stack.running(second) == 1, 60)
+        await eventually(lambda: stack.running(second) == 1, 60, found=found)
         seen = len(heard.text)
-        await eventually(lambda: len(heard.text) > seen + 20, 60)
+        await eventually(lambda: len(heard.text) > seen + 20, 60, found=found)
         before = heard.text
         assert not asking.done(), "it ended before the second engine was killed"
         stack.kill(second, "Worker")
