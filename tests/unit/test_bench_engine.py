@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from opengyre.cli import bench_engine
-from opengyre.cli.bench_engine_facts import Life, Reload, facts, span
+from opengyre.cli.bench_engine_facts import Life, Reload, Sampled, facts, span
 from opengyre.cli.bench_engine_life import FURTHER, Prompts, live
 from opengyre.cli.main import app
 from opengyre.cli.stack import StackError
@@ -81,7 +81,8 @@ class Scripted:
             spans = (VersionSpan(0, 0, changed), VersionSpan(1, changed, sampled))
             future.set_result(GenerateResult((7,) * sampled, (), "abort", spans if self._named else spans[:1]))
         count = len(self._calls)
-        self._calls.clear()
+        for one in (self._calls, self._sampled, self._changed):
+            one.clear()
         return count
 
     def stats(self) -> EngineStats:
@@ -108,7 +109,7 @@ class Scripted:
 
 def life(cold: tuple[float, ...], warm: tuple[float, ...], start: float = 10.0) -> Life:
     reload = Reload(pause=0.1, load=0.5, resume=0.01, first=2.0, every=3.0, gap=2.6, came=8)
-    return Life(start, cold, warm, reload, end=0.4, serving=4 << 30, after=0)
+    return Life(start, cold, warm, Sampled(600.0, late=0.01), reload, end=0.4, serving=4 << 30, after=0)
 
 
 def test_a_ratio_is_of_calls_that_were_made_one_after_the_other() -> None:
@@ -139,7 +140,8 @@ async def test_a_life_is_measured_from_start_to_end() -> None:
     assert len({first, cold, again}) == 3, "of a new prompt nothing is cached"
     assert warm == (*cold, 7), "the same call, gone on with what was sampled"
     assert {len(prompt) for prompt in engine.prompts} == {300, 301}
-    assert len(said) == 4
+    assert len(said) == 5
+    assert found.sampled.tokens_per_s > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`gyre bench engine`: vLLM as a host runs it: start, calls with and without their prefix cached, new weights, end.
+"""`gyre bench engine`: vLLM as a host runs it: start, calls with and without a cached prefix, speed, new weights, end.
 
 Each round is a life of an engine of its own, so that all of it is measured side by side.
 
@@ -44,10 +44,10 @@ def engine(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Starts of the engine, each with all of it.")] = 3,
     prompt: Annotated[int, typer.Option(min=SHORTEST, help="Tokens of each call's prompt.")] = 1500,
     pairs: Annotated[int, typer.Option(min=1, max=100, help="Calls without and with a cache, in each round.")] = 3,
-    calls: Annotated[int, typer.Option(min=1, help="In flight while weights change.")] = 4,
+    calls: Annotated[int, typer.Option(min=1, help="In flight while tokens are counted and weights change.")] = 4,
     json: JsonOption = False,
 ) -> None:
-    """Measure vLLM as a host runs it: its start, a call with and without its prefix cached, new weights, its end.
+    """Measure vLLM as a host runs it: start, a call with and without its prefix cached, speed, new weights, end.
 
     Settings of the host (`host.vllm_context`, `host.threads`, ...) are in force.
 
@@ -124,6 +124,8 @@ def _show(found: Facts) -> None:
     add("a call's next token, nothing cached", found.cold)
     add("a call's next token, its prefix cached", found.warm)
     add("  of what it takes uncached", found.warm_of_cold, 3)
+    add("tokens a second, all calls together", found.tokens_per_s, 0)
+    add("another process waits for a processor, at most", found.late, 3)
     add("new weights: pause", found.pause, 3)
     add("new weights: load", found.load)
     add("new weights: resume", found.resume, 3)
@@ -135,7 +137,7 @@ def _show(found: Facts) -> None:
     add("MiB held afterwards", found.after_mib, 0)
     shown.caption = (
         f"{found.model} in {found.dtype}, {found.processors} processors, {found.threads} threads, {found.rounds} "
-        f"rounds; prompts of {found.prompt} tokens, {found.pairs} pairs of calls, {found.calls} in flight while "
-        f"weights change, whose tokens come {found.stream_interval} at a time"
+        f"rounds; prompts of {found.prompt} tokens, {found.pairs} pairs of calls, {found.calls} in flight while tokens "
+        f"are counted and weights change, whose tokens come {found.stream_interval} at a time"
     )
     console.print(shown)

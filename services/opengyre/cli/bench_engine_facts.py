@@ -25,6 +25,15 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """Calls beside each other, once all of them sample."""
+
+    tokens_per_s: float
+    late: float
+    """By how many seconds another process, which needs a processor for a moment now and then, got it late at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class Life:
     """An engine from its start to its end: seconds, and bytes of memory."""
 
@@ -33,6 +42,7 @@ class Life:
     """To the next token of calls of which nothing is cached."""
     warm: tuple[float, ...]
     """To the token after it, as many, where what was computed before is cached."""
+    sampled: Sampled
     reload: Reload
     end: float
     serving: int
@@ -60,11 +70,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     pairs: int
     """Of calls without and with a cache, in all."""
     calls: int
-    """In flight while weights change."""
+    """In flight while tokens are counted and while weights change."""
     start: Range
     cold: Range
     warm: Range
     warm_of_cold: Range
+    tokens_per_s: Range
+    late: Range
+    """Another process's wait for a processor meanwhile, the longest of each round."""
     pause: Range
     load: Range
     resume: Range
@@ -108,6 +121,8 @@ def facts(
         cold=span([cold for cold, _ in pairs]),
         warm=span([warm for _, warm in pairs]),
         warm_of_cold=span([warm / cold for cold, warm in pairs]),
+        tokens_per_s=span([life.sampled.tokens_per_s for life in lives]),
+        late=span([life.sampled.late for life in lives]),
         pause=span([one.pause for one in reloads]),
         load=span([one.load for one in reloads]),
         resume=span([one.resume for one in reloads]),

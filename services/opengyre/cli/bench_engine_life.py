@@ -1,4 +1,4 @@
-"""An engine measured: its start, calls with and without a cache, new weights with calls in flight, its end.
+"""An engine measured: its start, calls with and without a cache, tokens a second, new weights under calls, its end.
 
 Invariants: calls are of random tokens, so nothing of one is cached for another; all calls have ended before the engine
 is put to sleep; the engine is closed, whatever happens.
@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from opengyre.cli.bench_engine_facts import Life, Reload
+from opengyre.cli.bench_engine_facts import Life, Reload, Sampled
 from opengyre.host.engine import Engine
 from opengyre.tiny.types import EngineError, GenerateRequest
 
 FURTHER = 512
 """Tokens that a call in flight may sample: more than it does until weights have changed."""
+COUNTED = 256
+"""Tokens of the furthest call over which tokens are counted."""
 LOOK_S = 0.002
 BOUND_S = 600.0
 
@@ -54,6 +56,8 @@ async def live(engine: Engine, directory: Path, prompts: Prompts, pairs: int, ca
         found = [await pair(engine, prompts) for _ in range(pairs)]
         cold, warm = zip(*found, strict=True)
         say(f"next token of {pairs} calls after {_range(cold)} s, with the prefix cached after {_range(warm)} s")
+        sampled = await sampling(engine, prompts, calls)
+        say(f"{calls} calls get {sampled.tokens_per_s:.0f} tokens a second; others wait {sampled.late:.3f} s at most")
         reload = await change(engine, directory, prompts, calls)
         taken = reload.pause + reload.load + reload.resume
         say(f"new weights under {calls} calls in {taken:.2f} s, the first goes on {reload.first:.2f} s after")
@@ -63,7 +67,7 @@ async def live(engine: Engine, directory: Path, prompts: Prompts, pairs: int, ca
         end = time.monotonic() - began
         after = _held(engine)
         say(f"ended in {end:.2f} s; it held {serving >> 20} MiB, and holds {after >> 20}")
-        return Life(start, cold, warm, reload, end, serving, after)
+        return Life(start, cold, warm, sampled, reload, end, serving, after)
     finally:
         await engine.close()
 
@@ -83,6 +87,33 @@ async def _token(engine: Engine, request: GenerateRequest) -> tuple[float, int]:
     if not result.token_ids:
         raise EngineError("a call ended without a token")
     return time.monotonic() - began, result.token_ids[0]
+
+
+async def sampling(engine: Engine, prompts: Prompts, calls: int) -> Sampled:
+    """Tokens a second of so many calls, and how late this process, which does next to nothing, is woken meanwhile."""
+    requests = [prompts.call(FURTHER) for _ in range(calls)]
+    async with asyncio.timeout(BOUND_S):
+        running = [engine.submit(request) for request in requests]
+        names = [request.request_id for request in requests]
+        await _beyond(engine, dict.fromkeys(names, 0), all)
+        before, began = _sampled(engine), time.monotonic()
+        now, until, tokens, late = began, began, 0, 0.0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            slept, now = time.monotonic() - now, time.monotonic()
+            late = max(late, slept - LOOK_S)
+            sampled = _sampled(engine)
+            more = [sampled[name] - before[name] for name in names if name in sampled and name in before]
+            if len(more) < calls:
+                break
+            tokens, until = sum(more), now
+            if max(more) >= COUNTED:
+                break
+        await engine.abort(None)
+        await asyncio.gather(*running)
+    if not tokens:
+        raise EngineError(f"some of {calls} calls ended before all of them sampled; fewer would do")
+    return Sampled(tokens / (until - began), late)
 
 
 async def change(engine: Engine, directory: Path, prompts: Prompts, calls: int) -> Reload:
