@@ -35,8 +35,8 @@ pytestmark = [
 ]  # fmt: skip
 
 NEAR = 2e-5
-LONG = 7500
-"""Tokens of a call that is still under way when the second host has been drained or killed as well: half a minute."""
+LONG = 5000
+"""Tokens of a call that is still under way when the second host has been drained or killed as well."""
 INSTRUCTION = "write one into a.txt"
 SOLVES = "echo one > a.txt"
 TALK = Shown(INSTRUCTION, (call(SOLVES), call(SUBMIT), "It is done."), ("", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n"))
