@@ -6,8 +6,9 @@ version that this was not tried with the stock way is taken. Not for GPUs: CUDA 
 initialised.
 
 Its engine and its workers wait for each other's messages by asking again and again, with `sched_yield` between, until a
-second has passed without one: on a machine of few cores that takes one of them from the model, and since Linux 6.18,
-where who yields is set back far, other processes may get nothing for seconds. Here they sleep between two looks.
+second has passed without one. Where they have several cores that takes one of them from the model, and since Linux
+6.18, where who yields is set back far, other processes may get nothing for seconds. There they sleep between two looks.
+On one core alone who yields hands it to the other, and it stays so.
 
 It ends with the process that started it.
 """
@@ -18,8 +19,8 @@ import signal
 import time
 
 TRIED = "0.32.0"
-LOOK_S = 5e-5
-"""Between two looks for a message; a step of a small model takes some milliseconds."""
+LOOK_S = 1e-4
+"""Between two looks for a message: a step of a small model takes some milliseconds."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,7 +77,8 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: end_with_parent(os.getppid()))
     if known():
         fork_instead()
-        sleep_between_looks()
+        if len(os.sched_getaffinity(0)) > 1:
+            sleep_between_looks()
     from vllm.entrypoints.launchers.api_server import entry
 
     entry.main()
