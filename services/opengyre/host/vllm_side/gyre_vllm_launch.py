@@ -6,9 +6,9 @@ version that this was not tried with the stock way is taken. Not for GPUs: CUDA 
 initialised.
 
 Its engine and its workers wait for each other's messages by asking again and again, with `sched_yield` between, until a
-second has passed without one. Where they have several cores that takes one of them from the model, and since Linux
-6.18, where who yields is set back far, other processes may get nothing for seconds. There they sleep between two looks.
-On one core alone who yields hands it to the other, and it stays so.
+second has passed without one. Where they have several cores, other processes may then get none for seconds (on Linux
+6.18, where who yields is set back far), so there they sleep between two looks. On one core alone who yields hands it to
+the other, and it stays so.
 
 It ends with the process that started it.
 """
