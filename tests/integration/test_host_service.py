@@ -461,8 +461,17 @@ async def test_an_engine_that_ended_by_itself_ends_the_host(
         async with running(bus, tmp_path / "s") as host:
             await host.reach(HostState.ROLLOUT)
             await host.engine.close()
+            close = host.engine.close
+
+            async def closing() -> None:
+                removed.append("what is left of the engine")
+                await close()
+
+            host.engine.close = closing
             await eventually(host.task.done)
 
+    removed: list[str] = []
     with pytest.raises(ExceptionGroup) as caught:
         await lose_the_engine()
     assert caught.group_contains(EngineFailedError)
+    assert removed, "processes of an engine whose server was killed went on"

@@ -70,7 +70,7 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
     assert content is not None
     (directory / CANARY_FILE).write_bytes(content)
     monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
-    engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=sys.executable))
+    engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_start_s=60, vllm_python=sys.executable))
     sock = listen(HttpSettings())
     async with serving_http(sock, app_of([Route("/{path:path}", answer, methods=["GET", "POST"])]), shutdown_s=1):
         started = Program(f"http://127.0.0.1:{sock.getsockname()[1]}")
@@ -81,7 +81,7 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
         monkeypatch.setattr(Server, "start", start)
         try:
             if not off:
-                assert engine.load_bound_s == HostSettings().vllm_start_s
+                assert engine.load_bound_s == 60
                 await engine.wake(directory, 0)
                 assert engine.load_bound_s == vllm.COMMAND_S
                 assert (engine.stats().state, engine.stats().version) == ("paused", 0)

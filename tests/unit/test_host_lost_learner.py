@@ -27,6 +27,8 @@ class Lost:
 
     def close(self) -> None: ...
 
+    async def ended(self) -> None: ...
+
     async def add(self, item: WorkItem, members: Any, into: Accumulator | None, name: str) -> Accumulator:
         self.added += 1
         if into is not None:
@@ -60,3 +62,18 @@ async def test_what_is_lost_is_not_said_to_be_held(where: str) -> None:
     else:
         await worker._hand_over(leaving=False, patience_s=1)
     assert worker._held is None
+
+
+async def test_a_worker_has_left_once_nothing_of_its_ranks_is_left() -> None:
+    """On a GPU vLLM woke while killed ranks still held the card, and was refused its memory."""
+    ended = asyncio.Event()
+
+    class Ranks(Lost):
+        async def ended(self) -> None:
+            await ended.wait()
+
+    context: Any = SimpleNamespace(waits=Waits())
+    leaving = asyncio.create_task(Worker(context, "h", "b", Ranks()).leave())
+    assert not (await asyncio.wait({leaving}, timeout=0.05))[0]
+    ended.set()
+    await leaving

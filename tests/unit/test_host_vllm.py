@@ -257,7 +257,21 @@ ROOT = (
             ],
             "ValidationError: 1 validation error for ModelConfig Value error, the context is too long",
         ),
-        (["vllm: error: unrecognized arguments: --none"], None),
+        (
+            [
+                "usage: vllm [-h] [--headless]",
+                "            [--config CONFIG]",
+                "vllm: error: unrecognized arguments: --no",
+            ],
+            "vllm: error: unrecognized arguments: --no",
+        ),
+        (
+            [
+                "(APIServer pid=7) WARNING 11-30 12:00:00 [serving.py:84] ValueError: Tokenizer not available",
+                "INFO 11-30 12:00:00 [launcher.py:3] OSError: [Errno 24] Too many open files; consider `ulimit -n`",
+            ],
+            None,
+        ),
     ],
 )
 def test_the_cause_of_an_end_is_the_last_error_that_names_itself(lines: list[str], found: str | None) -> None:

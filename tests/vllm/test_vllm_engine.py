@@ -31,6 +31,8 @@ from support.vllm_models import VOCABULARY, Models, settings
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 PROMPT = tuple(range(10, 210))
+LONG = 1800
+"""Tokens of a call that is under way still, whatever is done meanwhile."""
 NEAR = 2e-5
 """Between the engine's float32 and the reference's, in nats."""
 
@@ -200,10 +202,10 @@ async def test_weights_by_which_the_engine_does_not_compute_are_refused(engine: 
     seen = [len(engine.sampled(f"call{n}", 0).token_ids) for n in range(3)]
     post = engine._post
 
-    async def faulty(path: str, body: object = None) -> object:
+    async def faulty(path: str, body: object = None, *bound: float) -> object:
         if isinstance(body, dict) and body.get("args") == [str(directory)]:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        return await post(path, body)
+        return await post(path, body, *bound)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_post", faulty)
@@ -222,6 +224,21 @@ async def test_weights_by_which_the_engine_does_not_compute_are_refused(engine: 
     with pytest.raises(EngineError, match="does not compute by these weights"):
         await engine.load(directory, old + 1)  # it is not tried at once again
     await engine.resume()
+
+
+async def test_a_canary_does_not_wait_for_calls_that_have_all_seats(engine: VllmEngine, models: Models) -> None:
+    """vLLM takes no seat from a call, whatever another's priority: a good version was refused as not scored in time."""
+    version = engine.stats().version + 1
+    directory = models.with_canary("crowded", "new")
+    calls = [engine.submit(request(f"seat{n}", LONG)) for n in range(int(engine.capacity) + 4)]
+    await some(engine, "seat0", 20)
+    await engine.pause()
+    await engine.load(directory, version)
+    assert not any(call.done() for call in calls)
+    await engine.resume()
+    assert engine.stats().version == version
+    await engine.abort(None)
+    await asyncio.wait_for(asyncio.gather(*calls), 90)
 
 
 async def test_a_call_that_ends_while_weights_are_proven_waits_for_it(engine: VllmEngine, models: Models) -> None:

@@ -299,6 +299,9 @@ class EmulatedLearner:
     def close(self) -> None:
         """Nothing is held."""
 
+    async def ended(self) -> None:
+        """Nothing was."""
+
 
 def _header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file; raises `ModelDirectoryError`."""

@@ -103,6 +103,9 @@ class TorchLearner:
             self._pool.shutdown(wait=False)
             self._pool = None
 
+    async def ended(self) -> None:
+        """It has main memory only, of this process; a group that is computed still ends soon."""
+
     def _prepare(self) -> None:
         # Both settings belong to the thread that computes.
         torch.set_num_threads(self._threads)

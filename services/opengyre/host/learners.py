@@ -72,6 +72,10 @@ class Learner(Protocol):
         """Free everything, without waiting for work under way."""
         ...
 
+    async def ended(self) -> None:
+        """After `close`: nothing of it holds memory that an engine needs."""
+        ...
+
 
 def plus(one: UpdateStats, other: UpdateStats) -> UpdateStats:
     """Field by field; every field is a sum."""

@@ -86,8 +86,13 @@ class Host:
         """Of `_run`: only an active one is going to have weights."""
         self._current: Manifest | None = None
         self._applied: Manifest | None = None
+        self._loaded: Manifest | None = None
+        """What the engine has, whether the broker was told of it or not."""
+        self._loaded_in_s = 0.0
         self._refused: set[tuple[str, int]] = set()
         self._failures = 0
+        self._fault: str | None = None
+        """Why the version that is loaded now was refused last."""
         self._changes = 0
         loop = asyncio.get_running_loop()
         self._clock = loop.time
@@ -114,22 +119,24 @@ class Host:
 
     async def _live(self, told: Levels) -> None:
         self._look()
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [
-                tasks.create_task(self._reporter.run()),
-                tasks.create_task(self._follow_run(told.runs)),
-                tasks.create_task(self._obey(told.desired)),
-                tasks.create_task(self._watch_engine()),
-                tasks.create_task(self._stop()),
-            ]
-            try:
-                await self._act()
-            finally:
-                for helper in helpers:
-                    helper.cancel()
-                self._worker.close()
-        await self._reporter.close()
-        await self._engine.close()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(self._reporter.run()),
+                    tasks.create_task(self._follow_run(told.runs)),
+                    tasks.create_task(self._obey(told.desired)),
+                    tasks.create_task(self._watch_engine()),
+                    tasks.create_task(self._stop()),
+                ]
+                try:
+                    await self._act()
+                finally:
+                    for helper in helpers:
+                        helper.cancel()
+                    self._worker.close()
+            await self._reporter.close()
+        finally:
+            await self._engine.close()  # what is left of an engine that ended by itself as well
 
     # What comes in.
 
@@ -174,7 +181,7 @@ class Host:
     def _found(self, manifest: Manifest) -> None:
         if manifest.run == self._run and replaces(self._current, manifest):
             self._current = manifest
-            self._failures = 0
+            self._failures, self._fault = 0, None
             self._event(Signal.WEIGHTS, f"version {manifest.version} of {manifest.run} is published")
 
     async def _watch_engine(self) -> None:
@@ -289,17 +296,22 @@ class Host:
             else:
                 await self._wait(LOOK_AGAIN_S)
             return
-        began = self._clock()
+        if manifest != self._loaded or asleep:
+            began = self._clock()
+            again = f", which failed before: {self._fault}" if self._fault is not None else ""
+            try:
+                with self._context.waits.on(
+                    f"version {manifest.version} to be loaded{again}", self._engine.load_bound_s
+                ):
+                    await verified(manifest)
+                    await self._load(manifest, asleep)
+            except VERSION_FAULTS as error:
+                await self._refuse(manifest, error)
+                return
+            self._failures, self._fault = 0, None
+            self._loaded, self._loaded_in_s = manifest, self._clock() - began
         try:
-            with self._context.waits.on(f"version {manifest.version} to be loaded", self._engine.load_bound_s):
-                await verified(manifest)
-                await self._load(manifest, asleep)
-        except VERSION_FAULTS as error:
-            await self._refuse(manifest, error)
-            return
-        self._failures = 0
-        try:
-            await self._acknowledge(manifest, self._clock() - began)
+            await self._acknowledge(manifest, self._loaded_in_s)
         except BusError as error:
             log.warning("version %d could not be acknowledged: %s", manifest.version, error)
             await self._wait(retry_after(0))
@@ -335,8 +347,12 @@ class Host:
             await self._engine.pause()
             try:
                 await self._engine.load(directory, manifest.version)
-            finally:
+            except (
+                VERSION_FAULTS
+            ):  # what was served before is served still; of a load that was cancelled it is not known
                 await self._engine.resume()
+                raise
+            await self._engine.resume()
 
     async def _switch_dry(self, directory: Path, version: int) -> None:
         """Sleep and wake once, before any traffic: what a switch takes is known before the first real one."""
@@ -376,6 +392,7 @@ class Host:
                 log.warning("the refusal could not be told: %s", fault)
         delay = retry_after(self._failures)
         self._failures += 1
+        self._fault = str(error)
         with self._context.waits.on(f"version {manifest.version} to be readable: {error}", delay):
             await self._wait(delay)
 
@@ -393,7 +410,7 @@ class Host:
                 await self._context.pause(1.0)
             return
         self._freed = drained.freed_bytes
-        self._applied = None
+        self._applied = self._loaded = None
         self._event(Signal.DRAINED, f"the engine sleeps; {drained.freed_bytes} bytes are free")
 
     # What is said.

@@ -10,11 +10,14 @@ Invariants:
 - New weights are proven before they serve: the version's canary (`opengyre.weights.canary`) is scored and compared with
   the trainer's log-probs. vLLM scores nothing while it is paused, so it goes on for that, and what calls in flight get
   meanwhile is held back. If the canary is off it is thrown away, those calls end as stopped, and the former weights are
-  taken again. So no token of weights that were not proven leaves this module.
+  taken again, and proven as well. So no token of weights that were not proven leaves this module; an engine of which it
+  is not known what it holds (a load that was cancelled) does not go on.
+- A canary is in vLLM's queue before that goes on, at the head: calls that have all seats would not let it in.
 - What the engine does not refuse but dies of (a token that is none, a prompt that is too long) is refused here.
 
-Awaits: a call is woken by its stream, and bounded by its host; a command by the server's answer, `COMMAND_S` at most;
-`wake` by the server's start, `host.vllm_start_s` at most; `_watch` by the server's end; `_measure` every `MEASURE_S`.
+Awaits: a call is woken by its stream, and bounded by its host; a command by the server's answer, `COMMAND_S` at most (a
+load `host.vllm_start_s`, if that is more); `wake` by the server's start, `host.vllm_start_s` at most; `_watch` by the
+server's end; `_measure` every `MEASURE_S`.
 """
 
 import asyncio
@@ -31,7 +34,7 @@ import aiohttp
 import msgspec
 
 from opengyre.host.engine import WAITING_FACTOR, CallProgress
-from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of
+from opengyre.host.vllm_calls import ID_PREFIX, Sampling, body_of, prompt_logprobs, scoring_of
 from opengyre.host.vllm_machine import free_memory, gpu_memory, gpus_of
 from opengyre.host.vllm_metrics import RATE_S, Meter, read_figures
 from opengyre.host.vllm_plan import Facts, Plan, facts_of, plan, same_shape
@@ -63,6 +66,8 @@ SAMPLED = "/gyre/sampled"
 """Of `vllm_side.gyre_vllm_sampled`."""
 CANARY_PRIORITY = -(1 << 20)
 """Before all calls."""
+QUEUED_LOOK_S = 0.01
+"""Between two looks whether a canary is in vLLM's queue."""
 
 
 class VllmEngine:
@@ -82,12 +87,20 @@ class VllmEngine:
         self._state = "asleep"
         self._directory: Path | None = None
         self._version = -1
+        self._canary: Canary | None = None
+        """Of the weights that were proven last."""
+        self._doubted = False
+        """What vLLM holds was not proven ..."""
+        self._closed_to_calls = False
+        """... and is sampled from until it is paused."""
         self._proving: asyncio.Event | None = None
         """While a canary is scored; set when it is known what becomes of the calls."""
         self._refused: tuple[Path, float, str] | None = None
         self._calls: dict[str, Sampling] = {}
         self._asking: set[asyncio.Task[Any]] = set()
         self._helpers: list[asyncio.Task[None]] = []
+        self._scored = 0
+        """Canaries."""
         self._tokens = 0
         self._rate: deque[tuple[float, int]] = deque()
         self._held = 0
@@ -97,7 +110,12 @@ class VllmEngine:
 
     @property
     def load_bound_s(self) -> float:
-        return self._settings.vllm_start_s if self._server is None else COMMAND_S
+        return self._settings.vllm_start_s if self._server is None else self._load_s
+
+    @property
+    def _load_s(self) -> float:
+        """Bound of a load: it reads what a start reads."""
+        return max(COMMAND_S, self._settings.vllm_start_s)
 
     def submit(self, request: GenerateRequest) -> "asyncio.Future[GenerateResult]":
         if (
@@ -114,6 +132,8 @@ class VllmEngine:
             raise InvalidRequestError(
                 f"token_ids has {len(request.token_ids)} tokens; allowed are up to {self._plan.context - 1}"
             )
+        if self._closed_to_calls:
+            raise EngineBusyError("weights are taken back; try again later")
         if len(self._calls) >= (1 + WAITING_FACTOR) * self.capacity:
             raise EngineBusyError(f"{len(self._calls)} calls are in flight; try again later")
         call = Sampling(request, self._version)
@@ -194,6 +214,8 @@ class VllmEngine:
 
     async def resume(self) -> None:
         self._must("resume", "running", "paused")
+        if self._doubted:
+            raise WrongStateError("resume: the weights that vLLM holds were not proven")
         await self._go_on()
         self._become("running")
 
@@ -218,22 +240,28 @@ class VllmEngine:
             await self._take(directory, version)
             await self._prove(directory, canary)
         except EngineError:
-            await self._put_back(before, named)
+            self._closed_to_calls = True
+            try:
+                await self._put_back(before, named)
+            finally:
+                self._closed_to_calls = False
             raise
 
     async def _put_back(self, directory: Path, version: int) -> None:
-        """The weights that were served before; without them the engine is of no use, and ends."""
+        """The weights that were served before, proven again; without them the engine is of no use, and ends."""
         try:
             await self._pause()
             await self.abort([name for name, call in self._calls.items() if call.withdrawn])
             await self._take(directory, version)
+            await self._prove(directory, self._canary)
         except EngineError:
             log.exception("the weights of %s cannot be taken again; vLLM is ended", directory)
             await self._end()
             self._state = "closed"
 
     async def _take(self, directory: Path, version: int) -> None:
-        answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]})
+        self._doubted = True
+        answer = await self._post("/collective_rpc", {"method": "gyre_load", "args": [str(directory)]}, self._load_s)
         log.info("weights of %s taken: %s", directory, answer)
         await self._name(directory, version)
 
@@ -248,6 +276,7 @@ class VllmEngine:
     async def _prove(self, directory: Path, canary: Canary | None) -> None:
         """From paused to paused: raises `EngineError` if vLLM does not compute what the trainer does."""
         if canary is None:  # of a directory that no trainer of ours wrote
+            self._canary, self._doubted = None, False
             return
         assert self._plan is not None
         self._proving = asyncio.Event()
@@ -255,9 +284,8 @@ class VllmEngine:
             call.hold()
         proven = False
         try:
-            await self._go_on()
             async with asyncio.timeout(COMMAND_S):
-                scored = await asyncio.gather(*(self.score(prompt) for prompt in canary.prompts))
+                scored = await self._score_first(canary.prompts)
             found = gap(canary, scored)
             log.info("log-probs of %s are off by %.2g nats, %.2g at most", directory, found.mean, found.largest)
             if not found.mean <= self._plan.canary_nats:
@@ -270,6 +298,7 @@ class VllmEngine:
             # The caches are of these weights.
             await self._post("/pause?mode=keep&clear_cache=false")
             proven = True
+            self._canary, self._doubted = canary, False
         except TimeoutError as error:
             raise EngineError(f"the canary of {directory} was not scored within {COMMAND_S:g} s") from error
         finally:
@@ -278,17 +307,27 @@ class VllmEngine:
             proving, self._proving = self._proving, None
             proving.set()
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def _score_first(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Have paused vLLM go on, with these before all calls."""
+        self._scored += 1
+        names = [f"canary-{self._scored}-{number}" for number in range(len(prompts))]
+        asking = [asyncio.create_task(self.score(*one)) for one in zip(prompts, names, strict=True)]
+        waiting = {f"{ID_PREFIX}{name}" for name in names}
+        try:
+            while not waiting <= (await self._post(SAMPLED)).keys():
+                if (await asyncio.wait(asking, timeout=QUEUED_LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    break  # it was answered, or refused
+            await self._go_on()
+            return list(await asyncio.gather(*asking))
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    async def score(self, token_ids: Sequence[int], request_id: str | None = None) -> list[float]:
         """Log-prob of each token but the first, given those before it, by the weights in force."""
-        body = {
-            "model": "policy",
-            "token_ids": list(token_ids),
-            "priority": CANARY_PRIORITY,
-            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
-        }
-        answer = await self._post("/inference/v1/generate", body)
-        found = answer["prompt_logprobs"][1:]
-        return [float(one[str(token)]["logprob"]) for one, token in zip(found, token_ids[1:], strict=True)]
+        body = scoring_of(token_ids, request_id, CANARY_PRIORITY)
+        return prompt_logprobs(await self._post("/inference/v1/generate", body), token_ids)
 
     async def sleep(self) -> None:
         if self._state == "asleep":
@@ -311,7 +350,7 @@ class VllmEngine:
         canary = await asyncio.to_thread(read_canary, directory)
         try:
             if self._server is not None and self._facts is not None and same_shape(facts, self._facts):
-                await self._post("/wake_up")
+                await self._post("/wake_up", bound_s=self._load_s)
                 await self._pause()
                 await self._take(directory, version)
             else:
@@ -378,9 +417,8 @@ class VllmEngine:
                 async with self._http().get(f"{server.url}/metrics", timeout=bound, raise_for_status=True) as answer:
                     self._meter.take(read_figures(await answer.text()), time.monotonic())
             except (aiohttp.ClientError, TimeoutError, EngineError) as error:
-                log.info(
-                    "vLLM could not be measured: %r", error
-                )  # what was read before grows old, and is then not believed
+                # What was read before grows old, and is then not believed.
+                log.info("vLLM could not be measured: %r", error)
             await asyncio.sleep(MEASURE_S)
 
     async def _look(self) -> None:
@@ -447,10 +485,10 @@ class VllmEngine:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._session
 
-    async def _post(self, path: str, body: object = None) -> Any:
+    async def _post(self, path: str, body: object = None, bound_s: float = COMMAND_S) -> Any:
         if self._server is None:
             raise WrongStateError(f"{path}: vLLM does not run")
-        bound = aiohttp.ClientTimeout(total=COMMAND_S)
+        bound = aiohttp.ClientTimeout(total=bound_s)
         try:
             async with self._http().post(f"{self._server.url}{path}", json=body, timeout=bound) as answer:
                 if answer.status != 200:

@@ -5,6 +5,7 @@ it is known from when weights were changed: nothing is sampled while the engine 
 tokens its server then had, which may be more than have come: they come several at a time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,23 @@ def body_of(request: GenerateRequest, context: int, version: int, interval: int)
             "detokenize": False,
         },
     }
+
+
+def scoring_of(token_ids: Sequence[int], request_id: str | None, priority: int) -> dict[str, Any]:
+    """The body of a call that has a prompt scored."""
+    sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    body = {"model": "policy", "token_ids": list(token_ids), "priority": priority, "sampling_params": sampling}
+    return body if request_id is None else body | {"request_id": request_id}
+
+
+def prompt_logprobs(answer: Any, token_ids: Sequence[int]) -> list[float]:
+    """Of each token of a scored prompt but the first, in nats. Raises `EngineError` for an answer that has not one for
+    each."""
+    try:
+        found = answer["prompt_logprobs"][1:]
+        return [float(one[str(token)]["logprob"]) for one, token in zip(found, token_ids[1:], strict=True)]
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(f"vLLM says of a prompt's log-probs what cannot be read: {error!r}") from error
 
 
 @dataclass(slots=True)

@@ -34,16 +34,22 @@ TAIL = 12
 KEPT = 400
 """... and those that are looked through for one: tracebacks of several processes follow each other."""
 _NAMED: Final = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception): \S")
+_HARMLESS: Final = re.compile(r"^(\([^)]*\) )?(WARNING|INFO|DEBUG) \d\d-\d\d ")
+"""A line of vLLM's log that is no error, whatever it names: each start warns that there is no tokenizer."""
 _LISTS: Final = re.compile(r"\d+ validation errors? for ")
+_REFUSED: Final = re.compile(r"^\S+: error: ")
+"""Of a command line: the last line, after its usage."""
 _CONSEQUENCE: Final = "Engine core initialization failed"
 
 
 def cause(lines: Sequence[str]) -> str | None:
     """Of a log's lines, the last that names an error and is not just that another process had one: from its name on,
     with the reason that a list of errors gives in the line after it. None where no line does."""
+    if lines and _REFUSED.match(lines[-1]):
+        return lines[-1]
     for place in range(len(lines) - 1, -1, -1):
         found = _NAMED.search(lines[place])
-        if found is None or _CONSEQUENCE in lines[place]:
+        if found is None or _CONSEQUENCE in lines[place] or _HARMLESS.match(lines[place]):
             continue
         said = [lines[place][found.start() :].strip()]
         if _LISTS.search(said[0]):
@@ -127,7 +133,9 @@ class Server:
         if self.ended:
             await asyncio.wait({self._reading}, timeout=1)
         lines = list(self._tail)
-        return cause(lines) or " | ".join(lines[-TAIL:]) or "it said nothing"
+        said = cause(lines) or " | ".join(lines[-TAIL:]) or "it said nothing"
+        status = self._process.returncode
+        return said if status is None or status >= 0 else f"{signal.Signals(-status).name} ended it; {said}"
 
     async def gone(self) -> None:
         """Wait until the server has ended by itself."""

@@ -92,6 +92,8 @@ class Worker:
         if self._held is not None:
             self._drop("the trainer did not answer for it while we left")
         self.close()
+        # What is told next is that an engine may take the memory.
+        await self._learner.ended()
 
     def close(self) -> None:
         """Close the learner without waiting for the group that it may be at."""

@@ -73,7 +73,7 @@ def known() -> bool:
 
 def main() -> None:
     end_with_parent(int(os.environ["GYRE_VLLM_PARENT"]))
-    # Each process that is forked ends with the one that forked it; of what is spawned vLLM takes care itself.
+    # Each process that is forked ends with the one that forked it; those that are spawned see below.
     os.register_at_fork(after_in_child=lambda: end_with_parent(os.getppid()))
     if known():
         fork_instead()
@@ -86,3 +86,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a process that was spawned: `multiprocessing` runs the main module in it anew
+    end_with_parent(os.getppid())

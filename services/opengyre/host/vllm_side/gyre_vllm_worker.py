@@ -45,7 +45,14 @@ class Extension:
         }
 
     def gyre_memory(self) -> dict[str, int]:
-        """Bytes that the worker holds on its accelerator; zeros on a CPU."""
+        """Bytes of its accelerator that the worker holds for weights, keys and values; zero on a CPU.
+
+        They are in the pool of vLLM's sleep mode. torch counts what it gave out of that as allocated also when it
+        sleeps and the memory behind it is given back.
+        """
         if not torch.cuda.is_available():
-            return {"allocated": 0, "reserved": 0}
-        return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+            return {"allocated": 0}
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        pool = CuMemAllocator.get_instance().pointer_to_data.values()
+        return {"allocated": sum(one.handle[1] for one in pool if not one.is_asleep)}
