@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opengyre.cli.main import app
+from opengyre.cli.task_files import TaskFileError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GPU = RECIPES / "qwen3-8gpu.toml"
@@ -69,10 +70,10 @@ def test_a_dry_run_says_what_eight_gpus_hold_without_the_model() -> None:
         ([("gpus = 8", 'gpus = "8"')], "hardware.gpus is '8'; allowed: a whole number from 0 up to 100000"),
         ([("gpus = 8", "gpus = -8")], "hardware.gpus is -8; allowed: a whole number from 0 up to 100000"),
         ([("cell_gpus = 2", "cell_gpus = 0")], "hardware.cell_gpus is 0; allowed: a whole number from 1 up to 1024"),
-        ([("host_gib = 512.0", "host_gib = -1.0")], "hardware.host_gib is -1.0; allowed: a number above 0"),
+        ([("host_gib = 512.0", "host_gib = -1.0")], "hardware.host_gib is -1.0; allowed: a number from 0.001 up to "),
         (
             [("gpus = 8", "gpus = 8\ndecode_efficiency = 7.0")],
-            "hardware.decode_efficiency is 7.0; allowed: a number abo",
+            "hardware.decode_efficiency is 7.0; allowed: a number from 0.001 up to 1",
         ),
         (
             [("train_cells = 1", "train_cells = 4")],
@@ -86,6 +87,26 @@ def test_what_does_not_fit_is_refused_with_the_number_that_would(
     with pytest.raises(Exception, match=r"r\.toml") as refused:  # the sentence is looked at below
         dry(changed(tmp_path, *changes))
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e30", "1e-320"])
+@pytest.mark.parametrize(
+    "field", ["host_gib", "gpu_gib", "peak_tflops", "train_tflops", "memory_gb_s", "load_gb_s", "start_s"]
+)
+def test_figures_that_no_machine_has_are_refused_with_their_range(tmp_path: Path, field: str, value: str) -> None:
+    """Infinite memory was a traceback, as was next to no computing power; infinite seconds were printed."""
+    recipe = changed(tmp_path, ("host_gib = 512.0", ""), ("gpus = 8\n", f"gpus = 8\n{field} = {value}\n"))
+    with pytest.raises(TaskFileError) as refused:
+        dry(recipe)
+    sentence = f"hardware.{field} is {float(value)!r}; allowed: a number from 0.001 up to 1000000"
+    assert str(refused.value) == f"{recipe}: {sentence}"
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e-320"])
+def test_shares_that_leave_nothing_are_refused_with_their_range(tmp_path: Path, value: str) -> None:
+    recipe = changed(tmp_path, ("gpus = 8\n", f"gpus = 8\ndecode_efficiency = {value}\n"))
+    with pytest.raises(TaskFileError, match=r"hardware\.decode_efficiency is .*: a number from 0\.001 up to 1$"):
+        dry(recipe)
 
 
 def test_without_a_shape_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

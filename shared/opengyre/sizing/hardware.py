@@ -22,8 +22,9 @@ CORE_TFLOPS: Final = 0.0575
 CORES_GB_S: Final = 12.0
 """Of memory, all cores together."""
 
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0.001, le=1)]
+Positive = Annotated[float, msgspec.Meta(ge=0.001, le=1_000_000)]
+"""Beyond any machine on both sides, and never so far that a time or a size overflows."""
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
