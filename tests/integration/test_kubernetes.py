@@ -8,17 +8,20 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import msgspec
 import pytest
 import yaml
 
 from opengyre.proto.ids import check_token
 from opengyre.shared.bus.rights import RIGHTS
 from opengyre.shared.settings import Settings, load
+from opengyre.sizing.hardware import GIB, Hardware, machine_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -207,13 +210,23 @@ def test_hosts_serve_by_the_engine_of_the_overlay(kustomized: dict[str, Rendered
     gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert container["resources"]["requests"]["nvidia.com/gpu"] == str(gpus)
     assert settings.vllm_tensor_parallel == settings.ranks == gpus
-    assert hosts["spec"]["replicas"] * gpus == 8
-    assert hosts["spec"]["replicas"] % int(environment(kustomized["gpu"], hosts)["HOSTS_PER_CELL"]) == 0
     assert settings.vllm_python == "/opt/vllm/bin/python"
     assert "/opt/vllm/bin/python" in (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     assert container["image"].endswith("opengyre-host-gpu:0.1.0")
     memory = {volume["name"] for volume in pod(hosts)["volumes"] if volume.get("emptyDir", {}).get("medium")}
     assert [one["mountPath"] for one in container["volumeMounts"] if one["name"] in memory] == ["/dev/shm"]
+
+
+def test_cells_of_the_gpu_overlay_are_those_of_the_recipe(kustomized: dict[str, Rendered]) -> None:
+    """Two hosts were a cell: eight GPUs were two cells of four, and the recipe's dry run was of four cells of two."""
+    recipe = tomllib.loads((ROOT / "recipes/qwen3-8gpu.toml").read_text(encoding="utf-8"))
+    hardware = msgspec.convert(recipe["hardware"], Hardware)
+    hosts = kustomized["gpu"].workload("host")
+    gpus = int(main_container(hosts)["resources"]["limits"]["nvidia.com/gpu"])
+    count, in_a_cell = hosts["spec"]["replicas"], int(environment(kustomized["gpu"], hosts)["HOSTS_PER_CELL"])
+    machine = machine_of(hardware, cores=1, free_bytes=GIB)
+    assert (count // in_a_cell, in_a_cell * gpus) == (machine.cells, machine.cell_gpus)
+    assert (count % in_a_cell, count * gpus) == (0, machine.gpus)
 
 
 def test_no_password_is_in_the_repository_and_git_takes_none() -> None:
