@@ -1,11 +1,17 @@
 """`gyre run show` of a run that a broker has recorded."""
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 from opengyre.proto import subjects
 from opengyre.proto.run import RunSpec
 from opengyre.proto.task import Check, GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
+from opengyre.proto.update import Committed, UpdateStats
 from opengyre.proto.weights import Manifest, WeightsPublished
 from opengyre.shared.bus import Bucket, Bus
 from support.gyre_command import Gyre
@@ -69,3 +75,52 @@ async def test_held_out_scores_are_shown_by_family(bus: Bus, nats_server, tmp_pa
     (one,) = json.loads(shown)["evaluations"]
     assert one["families"] == {"[count]": {"score": 0.5, "tasks": 1}, "write": {"score": 0.5, "tasks": 2}}
     assert (one["solved"], json.loads(shown)["families"]) == (1, ["write", "[count]"])
+
+
+def on_a_terminal(width: int, url: str, state: Path, *arguments: str) -> str:
+    """What the command shows on a terminal of that width."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (50, width))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment |= {"GYRE_BUS__URL": url, "GYRE_STATE_DIR": str(state), "TERM": "dumb"}
+    command = [sys.executable, "-m", "opengyre.cli", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment) as running:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 4096):
+                shown += piece
+        except OSError:  # how Linux says that nobody holds the other end any more
+            pass
+        finally:
+            os.close(ours)
+    assert running.returncode == 0, shown
+    return shown.decode().replace("\r\n", "\n")
+
+
+async def test_a_terminal_of_80_columns_cuts_no_figure(bus: Bus, nats_server, tmp_path: Path) -> None:
+    """Scores were shown as `0…`. A pipe has one table of each kind, however wide."""
+    manifest = Manifest(run="r", version=0, parent=None, step=0, directory="/w", files=())
+    await bus.publish(subjects.weights("r", "published"), WeightsPublished(run="r", manifest=manifest))
+    families = [f"family-{number:02}" for number in range(16)]
+    for family in families:
+        await evaluated(bus, f"t{family[-2:]}", family, 0.25)
+    stats = UpdateStats(executions=4, tokens=17704, path_tokens=1168440, unique_tokens=117704, busy_s=1126.6)
+    committed = Committed(
+        run="r", update=1, attempt="a", version=1, published=True, groups=("g",), executions=("g-e00",), staleness=(0,),
+        score=0.489, gradient_norm=1.0, stats=stats,
+    )  # fmt: skip
+    await bus.publish(subjects.update("r", "committed"), committed)
+
+    shown = await asyncio.to_thread(on_a_terminal, 80, nats_server.url, tmp_path, "run", "show", "r")
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    words = [line.split() for line in shown.splitlines()]
+    assert ["update", "score", "held-out", "gap", "trained", "unique", "path", "d"] in words
+    assert ["1", "0.489", "-", "-", "17704", "117704", "1168440", "0.00"] in words
+    assert ["update", "rollout", "training", "wait", "commit", "weights", "seconds"] in words
+    assert [name for line in words if line[:1] == ["version"] for name in line[1:]] == ["score", "solved", *families]
+    _, piped, _ = await Gyre(nats_server.url, tmp_path).program("run", "show", "r")
+    words = [line.split() for line in piped.splitlines()]
+    assert ["version", "score", "solved", *families] in words
+    assert ["1", "0.489", "-", "-", "17704", "117704", "1168440", "0.00", "-", "1126.6", *["-"] * 4] in words

@@ -1,12 +1,27 @@
 """What `gyre run show` makes of a run's events: phases, held-out scores, nothing that was not recorded."""
 
+import io
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from rich.cells import cell_len
+from rich.console import Console
 
 from opengyre.cli.run_facts import Evaluated, FamilyScore, facts
-from opengyre.cli.run_show import COLUMNS, held_out_columns, held_out_rows, markdown_lines, remarks, rows, table
+from opengyre.cli.run_show import (
+    COLUMNS,
+    FIGURES,
+    PHASES,
+    held_out_columns,
+    held_out_rows,
+    markdown_lines,
+    parts,
+    remarks,
+    rows,
+    table,
+)
 from opengyre.proto.base import Event
 from opengyre.proto.task import GroupScored, TaskAdmitted, TaskSpec, TaskSubmitted
 from opengyre.proto.update import Committed, Contributed, UpdateStats
@@ -115,6 +130,63 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     )
     assert len(row) == len(COLUMNS)
     assert table(COLUMNS, [row]).row_count == 1
+
+
+def drawn(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int, cut: int | None = None) -> list[str]:
+    """What a terminal of that width shows, a text for each table."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    shown = []
+    for part in parts(columns, lines, width, cut):
+        with console.capture() as capture:
+            console.print(table(*part))
+        shown.append(capture.get())
+    return shown
+
+
+def words(shown: Sequence[str]) -> list[list[list[str]]]:
+    """Of the lines of each table, but for its rule."""
+    return [[line.split() for line in one.splitlines() if line.strip(" \u2500")] for one in shown]
+
+
+def test_a_terminal_of_80_columns_shows_every_figure_of_an_update() -> None:
+    """Its scores were `0…`: fourteen columns shrank until they fitted."""
+    lines = [
+        ["16", "0.489", "0.487", "5.0e-06", "17704", "117704", "1168440", "0.00", "64.6", "126.6", "65.8", "20.1",
+         "8.9", "1111.4"],
+        ["17", *["-"] * 13],
+    ]  # fmt: skip
+    first, second = words(drawn(COLUMNS, lines, 80, len(FIGURES)))
+    assert first == [list(FIGURES), lines[0][:8], lines[1][:8]]
+    assert second == [["update", *PHASES], ["16", *lines[0][8:]], ["17", *lines[1][8:]]]
+    for width in (24, 40, 60, 80, 100, 200):
+        shown = drawn(COLUMNS, lines, width, len(FIGURES))
+        tables = words(shown)
+        assert [name for one in tables for name in one[0][1:]] == list(COLUMNS[1:])
+        assert [cell for one in tables for cell in one[1][1:]] == lines[0][1:], width
+        assert {one[0][0] for one in tables} == {"update"}
+        assert "…" not in "".join(shown)
+    assert len(words(drawn(COLUMNS, lines, 200, len(FIGURES)))) == 1
+
+
+def test_a_table_is_one_where_it_just_fits() -> None:
+    (row,) = rows(facts("r", LOG))
+    just = max(len(line.rstrip("\n")) for line in drawn(COLUMNS, [row], 500)[0].splitlines())
+    assert parts(COLUMNS, [row], just, len(FIGURES)) == [(COLUMNS, [row])]
+    assert len(parts(COLUMNS, [row], just - 1, len(FIGURES))) == 2
+
+
+def test_families_that_do_not_fit_are_in_further_tables() -> None:
+    families = [f"family-{number:02}" for number in range(20)] + ["[red]", "漢字", "x" * 90]
+    columns = ("version", "score", "solved", *families)
+    lines = [[str(version), "0.500", "24", *["0.25"] * len(families)] for version in (0, 16)]
+    shown = drawn(columns, lines, 80)
+    tables = words(shown)
+    assert all(one[0][0] == "version" and one[-1][0] == "16" for one in tables[:-1])
+    assert [name for one in tables[:-1] for name in one[0][1:]] == list(columns[1:-1])
+    assert [cell for one in tables for cell in one[-1][1:]] == lines[1][1:]
+    assert shown[-1].count("x") == 90, "a name that no terminal holds goes on in the next line"
+    assert "…" not in "".join(shown)
+    assert max(cell_len(line) for one in shown for line in one.splitlines()) <= 80
 
 
 def submitted(group: str, family: str | None, purpose: Literal["train", "evaluate"] = "evaluate") -> TaskSubmitted:

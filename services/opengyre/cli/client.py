@@ -144,7 +144,12 @@ def show_listing(table: Table) -> None:
     """
     for column in table.columns:
         column.overflow = "fold"
-    (console if sys.stdout.isatty() else Console(highlight=False, width=LISTING_WIDTH)).print(table)
+    listing_console().print(table)
+
+
+def listing_console() -> Console:
+    """The terminal as it is, or a pipe, whose lines are as long as they have to be."""
+    return console if sys.stdout.isatty() else Console(highlight=False, width=LISTING_WIDTH)
 
 
 def number(value: Any, digits: int = 2) -> str:

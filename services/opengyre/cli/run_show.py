@@ -11,10 +11,11 @@ from typing import Annotated, Final
 import msgspec
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
-from opengyre.cli.client import JsonOption, StateDirOption, console, number, show_json
+from opengyre.cli.client import JsonOption, StateDirOption, console, listing_console, number, show_json
 from opengyre.cli.run_changes import Run
 from opengyre.cli.run_facts import RunFacts, facts
 from opengyre.cli.stack import StackError
@@ -26,10 +27,12 @@ from opengyre.proto.run import RunSpec
 from opengyre.proto.task import TaskSubmitted
 from opengyre.shared.bus import Bucket, Bus, BusError, follow
 
-COLUMNS: Final = (
-    *("update", "score", "held-out", "gap", "trained", "unique", "path", "d"),
-    *("rollout", "training", "wait", "commit", "weights", "seconds"),
-)
+FIGURES: Final = ("update", "score", "held-out", "gap", "trained", "unique", "path", "d")
+PHASES: Final = ("rollout", "training", "wait", "commit", "weights", "seconds")
+COLUMNS: Final = (*FIGURES, *PHASES)
+
+Part = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Columns and lines of a table."""
 
 
 def show(
@@ -48,13 +51,18 @@ def show(
     if json:
         show_json(msgspec.to_builtins(found))
         return
-    for columns, lines in ((COLUMNS, rows(found)), (held_out_columns(found), held_out_rows(found))):
+    out = listing_console()
+    for columns, lines, cut in (
+        (COLUMNS, rows(found), len(FIGURES)),
+        (held_out_columns(found), held_out_rows(found), None),
+    ):
         if not lines:
             continue
         if markdown:
             print(*markdown_lines(columns, lines), "", sep="\n")
         else:
-            console.print(table(columns, lines))
+            for part in parts(columns, lines, out.width, cut):
+                out.print(table(*part))
     for line in remarks(found):
         console.print(line)
     for row in found.updates:
@@ -112,11 +120,32 @@ def markdown_lines(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> li
     return [f"| {' | '.join(line)} |" for line in (head, ["--:"] * len(head), *lines)]
 
 
+def parts(columns: Sequence[str], lines: Sequence[Sequence[str]], width: int, cut: int | None = None) -> list[Part]:
+    """The table where `width` holds it, else tables that it does hold, each with the first column: cut before the
+    column `cut`, and wherever that is not enough. One that is wider by itself stands alone beside the first.
+    """
+    sizes = [max(map(cell_len, cells)) for cells in zip(columns, *lines, strict=True)]
+    if table_width(sizes) <= width:
+        return [(columns, lines)]
+    groups: list[list[int]] = [[0]]
+    for column in range(1, len(columns)):
+        full = table_width([sizes[at] for at in (*groups[-1], column)]) > width
+        if len(groups[-1]) > 1 and (column == cut or full):
+            groups.append([0])
+        groups[-1].append(column)
+    return [([columns[at] for at in group], [[line[at] for at in group] for line in lines]) for group in groups]
+
+
+def table_width(sizes: Sequence[int]) -> int:
+    """Of a `table` whose columns are of these sizes: a space after each, one between two, and one at both edges."""
+    return sum(sizes) + 2 * len(sizes) + 1
+
+
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """The rows for a terminal."""
+    """The rows for a terminal. What is wider than that by itself goes on in the next line."""
     result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
-        result.add_column(escape(name), justify="right", no_wrap=True)
+        result.add_column(escape(name), justify="right", overflow="fold")
     for line in lines:
         result.add_row(*line)
     return result
