@@ -14,6 +14,7 @@ from opengyre.tiny.config import TinyConfig
 from opengyre.tiny.core import Core
 from opengyre.tiny.types import (
     EngineClosedError,
+    EngineError,
     EngineSettings,
     GenerateResult,
     Increment,
@@ -124,7 +125,7 @@ WHOLE = GenerateResult(
 class Slow:
     """An engine whose one call has two tokens more each time somebody looks, and ends after `WHOLE`."""
 
-    def __init__(self, answer: "asyncio.Future[GenerateResult]", fails: bool = False) -> None:
+    def __init__(self, answer: "asyncio.Future[GenerateResult]", fails: type[EngineError] | None = None) -> None:
         self.answer = answer
         self.fails = fails
         self.looks = 0
@@ -134,7 +135,7 @@ class Slow:
         self.looks += 1
         count = 2 * self.looks
         if self.looks == 4 and self.fails:
-            self.answer.set_exception(EngineClosedError("the engine is closed"))
+            self.answer.set_exception(self.fails("the engine is closed"))
         elif self.looks == 4:
             self.answer.set_result(WHOLE)
         return Increment(
@@ -142,7 +143,9 @@ class Slow:
         )
 
 
-async def increments(*, fails: bool = False, leave_after: int = 99) -> tuple[list[dict[str, Any]], list[str], bool]:
+async def increments(
+    *, fails: type[EngineError] | None = None, leave_after: int = 99
+) -> tuple[list[dict[str, Any]], list[str], bool]:
     """The events of a response, what was done with its place, and whether it was closed."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[GenerateResult] = loop.create_future()
@@ -188,9 +191,12 @@ async def test_increments_are_the_answer_in_parts_and_the_place_is_free_before_t
     assert closed
 
 
-async def test_an_engine_that_fails_ends_the_increments_with_an_error() -> None:
-    events, left, _ = await increments(fails=True)
-    assert events[-1]["error"]["type"] == "engine_failed"
+@pytest.mark.parametrize(
+    ("kind", "said"), [(EngineClosedError, "engine_failed"), (InvalidRequestError, "invalid_request")]
+)
+async def test_an_engine_that_fails_ends_the_increments_with_an_error(kind: type[EngineError], said: str) -> None:
+    events, left, _ = await increments(fails=kind)
+    assert events[-1]["error"]["type"] == said
     assert "left" in left
 
 

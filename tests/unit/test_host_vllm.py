@@ -16,7 +16,7 @@ from opengyre.host.vllm_process import cause
 from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, interpreter
 from opengyre.tiny.config import ModelDirectoryError
-from opengyre.tiny.types import EngineError, GenerateRequest, VersionSpan
+from opengyre.tiny.types import EngineError, GenerateRequest, InvalidRequestError, VersionSpan
 
 GIB = 1 << 30
 FACTS = Facts("/m", 1000, 4096, 100 << 20, 2 * 4 * 2 * 32, 8, "float32")
@@ -206,6 +206,13 @@ def test_what_the_engine_says_of_versions_is_taken_in_the_end() -> None:
 )
 def test_answers_that_are_none_are_failures(line: bytes, said: str) -> None:
     with pytest.raises(EngineError, match=said):
+        Sampling(REQUEST, 0).take(line)
+
+
+def test_a_call_that_vllm_refuses_is_refused_and_not_a_failure() -> None:
+    """vLLM answers 200 and says it in the stream: the call was tried anew at each host, each second."""
+    line = b'data: {"error": {"message": "The decoder prompt is too long", "type": "BadRequestError", "code": 400}}\n'
+    with pytest.raises(InvalidRequestError, match="too long"):
         Sampling(REQUEST, 0).take(line)
 
 

@@ -320,6 +320,12 @@ def test_an_event_that_cannot_be_ends_the_answer(events: list[bytes]) -> None:
         received.take(events[-1])
 
 
+def test_an_event_that_refuses_the_request_is_a_refusal() -> None:
+    """A host that refuses once it has begun to answer was asked again, and so was each other one."""
+    with pytest.raises(RefusedError, match="too long"):
+        Received().take(b'{"error": {"message": "too long", "type": "invalid_request", "code": 400}}')
+
+
 class Parked:
     """An execution whose log refuses that it goes on, or never answers."""
 

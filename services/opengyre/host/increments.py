@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from opengyre.host.engine import Engine
-from opengyre.tiny.types import EngineError, FinishReason, GenerateResult, VersionSpan, spans_from
+from opengyre.tiny.types import EngineError, FinishReason, GenerateResult, InvalidRequestError, VersionSpan, spans_from
 
 SEND_S = 10.0
 _encoder = msgspec.json.Encoder()
@@ -117,6 +117,8 @@ class Increments(Response):
     def _last(self, sent: int) -> bytes:
         try:
             result = self._answer.result()
+        except InvalidRequestError as error:  # it is so at every host
+            return _event({"error": {"message": str(error), "type": "invalid_request", "param": None, "code": 400}})
         except EngineError as error:
             return _event({"error": {"message": str(error), "type": "engine_failed", "param": None, "code": 503}})
         count = len(result.token_ids)

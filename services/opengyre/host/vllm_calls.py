@@ -17,12 +17,15 @@ from opengyre.tiny.types import (
     GenerateRequest,
     GenerateResult,
     Increment,
+    InvalidRequestError,
     VersionSpan,
     spans_from,
 )
 
 ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the identifier of a call of this endpoint."""
+BAD_REQUEST = 400
+"""The code of an error in a stream: vLLM answers 200 before it looks at the prompt."""
 
 
 class _LogProb(msgspec.Struct):
@@ -48,6 +51,7 @@ class _Choice(msgspec.Struct):
 
 class _Fault(msgspec.Struct):
     message: str = ""
+    code: int | str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -122,7 +126,8 @@ class Sampling:
     """What was held back is gone, and what comes is not taken."""
 
     def take(self, line: bytes) -> int:
-        """A line of the stream; how many tokens came with it. Raises `EngineError` for a failure of the engine."""
+        """A line of the stream; how many tokens came with it. Raises `EngineError` for a failure of the engine,
+        `InvalidRequestError` where it refuses the call."""
         if self.withdrawn or not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             return 0
         try:
@@ -130,7 +135,8 @@ class Sampling:
         except msgspec.DecodeError as error:
             raise EngineError(f"vLLM answered what cannot be read: {error}") from error
         if chunk.error is not None:
-            raise EngineError(f"vLLM failed: {chunk.error.message}")
+            refused = InvalidRequestError if chunk.error.code == BAD_REQUEST else EngineError
+            raise refused(f"vLLM failed: {chunk.error.message}")
         new = 0
         for choice in chunk.choices[:1]:
             logprobs = [one.logprob for one in choice.logprobs.content] if choice.logprobs is not None else []

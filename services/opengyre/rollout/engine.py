@@ -183,9 +183,12 @@ class Received:
     _finish: FinishReason | None = None
 
     def take(self, event: bytes) -> None:
-        """Add an event; raises `NotServedError` when it cannot be what was asked for."""
+        """Add an event; raises `NotServedError` when it cannot be what was asked for, `RefusedError` where the host
+        refuses that."""
         try:
             document = _events.decode(event)
+            if document.error is not None and document.error.type == "invalid_request":
+                raise RefusedError(document.error.message, document.error.type)
             if document.error is not None:
                 raise NotServedError(document.error.message, draining=document.error.type == "not_serving")
             [choice] = document.choices
