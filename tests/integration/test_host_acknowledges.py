@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 async def test_a_version_that_the_broker_was_not_told_of_is_loaded_once(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each load ends what calls in flight had computed; while the broker was away there was one for each try to tell."""
+    """Each load ends what calls in flight had computed, and while the broker was away there was one for each try."""
     await Bucket(bus, subjects.KV_RUNS, RunSpec).put("r", RunSpec(run="r", model="unused"))
     versions = Versions(bus, tmp_path / "weights")
     await versions.publish(0)
