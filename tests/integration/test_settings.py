@@ -94,3 +94,33 @@ def test_an_unknown_environment_variable_is_refused(name: str, sentence: str) ->
 def test_hosts_that_cannot_be_are_refused_by_name(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         load(None, environment)
+
+
+def test_a_list_of_the_environment_is_json_or_has_commas() -> None:
+    """`["--x"]` in the environment became one text, brackets and all, which vLLM took for the name of a model."""
+    said = ' ["--kv-cache-dtype", "fp8", "--hf-overrides", "{\\"a\\": 1, \\"b\\": 2}"]'
+    assert load(None, {"GYRE_HOST__VLLM_ARGUMENTS": said}).host.vllm_arguments == (
+        "--kv-cache-dtype", "fp8", "--hf-overrides", '{"a": 1, "b": 2}',
+    )  # fmt: skip
+    assert load(None, {"GYRE_HOST__VLLM_ARGUMENTS": "--seed, 4,"}).host.vllm_arguments == ("--seed", "4")
+    assert load(None, {"GYRE_HOST__VLLM_ARGUMENTS": "[]"}).host.vllm_arguments == ()
+
+
+@pytest.mark.parametrize("value", ['["--x"', '["--seed", 4]', "[--x]"])
+def test_a_list_of_the_environment_that_is_no_json_is_refused_and_not_shown(value: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(None, {"GYRE_GATEWAY__API_KEYS": value})
+    assert str(error.value) == (
+        "environment variable GYRE_GATEWAY__API_KEYS begins with [ and is no JSON list of texts; "
+        'allowed is one like ["a", "b"], or texts with commas between them'
+    )
+
+
+def test_arguments_of_vllm_begin_with_one(tmp_path: Path) -> None:
+    """Its server took the first for the name of a model."""
+    file = tmp_path / "gyre.toml"
+    file.write_text('[host]\nvllm_arguments = ["foo"]\n')
+    with pytest.raises(SettingsError, match=r"host.vllm_arguments is .*foo.*: allowed are arguments like --kv-cache"):
+        load(file, {})
+    file.write_text('[host]\nvllm_arguments = ["-tp", "2"]\n')
+    assert load(file, {}).host.vllm_arguments == ("-tp", "2")

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from opengyre.cli.supervisor_plan import MARK, Addresses, Fleet, Program, services, stages
+from opengyre.shared.settings import load
 
 ADDRESSES = Addresses("nats://127.0.0.1:1", "redis://127.0.0.1:2", 8080, "secret", Path("/state"))
 
@@ -27,6 +30,14 @@ def test_every_service_is_told_where_everything_is() -> None:
         assert ("GYRE_GATEWAY__API_KEYS" in environment) == (program.name == "gateway")
         if program.name.startswith("host"):
             assert environment["GYRE_HOST__HOST"] == program.name
+
+
+@pytest.mark.parametrize("key", ["secret", "a,b", "[a"])
+def test_the_gateway_s_key_is_one_whatever_it_holds(key: str) -> None:
+    addresses = Addresses("nats://127.0.0.1:1", None, 1, key, Path("/state"))
+    (gateway,) = (one for one in services(addresses, Fleet(1)) if one.name == "gateway")
+    said = {name: value for name, value in gateway.environment.items() if name.startswith("GYRE_GATEWAY")}
+    assert [one.get_secret_value() for one in load(None, said).gateway.api_keys] == [key]
 
 
 def test_without_a_cache_none_is_named() -> None:

@@ -1,5 +1,6 @@
 """What a stack consists of: the programs with their commands, environments, readiness and order of stopping. Pure."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ def services(addresses: Addresses, fleet: Fleet) -> tuple[Program, ...]:
 
     gateway = {"GYRE_HTTP__PORT": str(addresses.gateway_port)}
     if addresses.api_key:
-        gateway["GYRE_GATEWAY__API_KEYS"] = addresses.api_key
+        gateway["GYRE_GATEWAY__API_KEYS"] = json.dumps([addresses.api_key])  # it may hold a comma
     once = tuple(service(name, name, **(gateway if name == "gateway" else {})) for name in SERVICES)
     hosts = (
         service(

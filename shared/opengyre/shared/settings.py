@@ -1,9 +1,11 @@
 """Settings: one TOML file (`gyre.toml`, or the path in `GYRE_CONFIG`) and the environment (`GYRE_<SECTION>__<KEY>`).
 
-The environment wins over the file, the file over the defaults. Unknown keys are refused. Each service writes the
-resolved form beside its state (`<state_dir>/settings/<service>.json`), secrets left out.
+The environment wins over the file, the file over the defaults. Unknown keys are refused. A list in the environment is
+JSON, or texts with commas between them. Each service writes the resolved form beside its state
+(`<state_dir>/settings/<service>.json`), secrets left out.
 """
 
+import json
 import os
 import tomllib
 from pathlib import Path
@@ -231,6 +233,13 @@ class HostSettings(Section):
             raise ValueError("allowed is 1 with host.cell set: several hosts of a process are a cell each")
         return count
 
+    @field_validator("vllm_arguments")
+    @classmethod
+    def _arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        if arguments and not arguments[0].startswith("-"):
+            raise ValueError("allowed are arguments like --kv-cache-dtype")
+        return arguments
+
 
 class Settings(Section):
     state_dir: Path = Path(".gyre")
@@ -330,7 +339,24 @@ def _place(document: dict[str, Any], name: str, value: str) -> None:
     if not isinstance(target, dict):
         raise SettingsError(f"{section} must be a table")
     many = "tuple" in str(kind.model_fields[key].annotation)
-    target[key] = tuple(part.strip() for part in value.split(",") if part.strip()) if many else value
+    target[key] = _texts(name, value) if many else value
+
+
+def _texts(name: str, value: str) -> tuple[str, ...]:
+    """A list of the environment: JSON, by which a text can hold a comma, or texts with commas between them."""
+    if not value.lstrip().startswith("["):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        # Not what it is: it may be a key.
+        raise SettingsError(
+            f"environment variable {name} begins with [ and is no JSON list of texts; "
+            'allowed is one like ["a", "b"], or texts with commas between them'
+        )
+    return tuple(found)
 
 
 def _sentence(error: ValidationError, path: Path | None) -> str:
