@@ -30,6 +30,6 @@ def test_a_config_without_a_number_is_refused_by_name(tmp_path: Path, changes: d
 
 def test_the_modules_of_the_other_environment_import_nothing_of_ours() -> None:
     side = Path(vllm_plan.__file__).parent / "vllm_side"
-    names = {"gyre_vllm_launch.py", "gyre_vllm_sampled.py", "gyre_vllm_worker.py"}
+    names = {"gyre_vllm_arguments.py", "gyre_vllm_launch.py", "gyre_vllm_sampled.py", "gyre_vllm_worker.py"}
     assert {path.name for path in side.glob("*.py")} == names
     assert not any("opengyre" in path.read_text() for path in side.glob("*.py"))

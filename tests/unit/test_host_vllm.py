@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opengyre.host.vllm_arguments import OWN, fault_of
 from opengyre.host.vllm_calls import Sampling, body_of
 from opengyre.host.vllm_machine import gpus_of
 from opengyre.host.vllm_plan import Facts, kv_fault, plan, same_shape
@@ -105,6 +106,35 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
 def test_gpus_are_those_that_the_process_may_use(visible: str, count: int) -> None:
     assert gpus_of({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+@pytest.mark.parametrize(
+    ("dests", "said"),
+    [
+        ((), None),
+        (("enforce_eager", "kv_cache_dtype"), None),
+        (
+            ("max_model_len", "seed"),
+            "host.vllm_arguments has --max-model-len, which a host takes from host.vllm_context; set that instead",
+        ),
+        (
+            ("model_tag",),
+            "host.vllm_arguments has the name of a model; a host serves the run's policy, so leave it out",
+        ),
+        (
+            ("port",),
+            "host.vllm_arguments has --port, with which a host could not speak to its server; leave it out",
+        ),
+    ],
+)
+def test_arguments_that_are_a_host_s_own_are_refused_with_what_to_set(dests: tuple[str, ...], said: str | None) -> None:
+    """`--max-model-len 40` went before host.vllm_context, and calls failed for ever."""
+    assert fault_of(dests) == said
+
+
+def test_what_a_host_takes_from_a_setting_names_one() -> None:
+    named = {by.removeprefix("host.") for by in OWN.values() if by is not None and by.startswith("host.")}
+    assert named <= HostSettings.model_fields.keys()
 
 
 REQUEST = GenerateRequest("r", (1, 2, 3), 50, stop_token_ids=(9,), seed=4)

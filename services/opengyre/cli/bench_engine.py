@@ -22,6 +22,7 @@ from opengyre.cli.bench_options import tell
 from opengyre.cli.client import JsonOption, console, errors, number
 from opengyre.cli.stack import StackError
 from opengyre.host.vllm import VllmEngine
+from opengyre.host.vllm_arguments import VllmArgumentsError, checked_arguments
 from opengyre.host.vllm_plan import facts_of
 from opengyre.policy.describe import describe
 from opengyre.shared.settings import HostSettings, load
@@ -66,8 +67,8 @@ def engine(
     if calls > settings.capacity:
         raise StackError(f"--calls is {calls}; with host.capacity = {settings.capacity:g} allowed are up to that")
     try:
-        checked_interpreter(settings.vllm_python)
-    except VllmMissingError as error:
+        checked_arguments(checked_interpreter(settings.vllm_python), settings.vllm_arguments)
+    except (VllmMissingError, VllmArgumentsError) as error:
         raise StackError(str(error)) from error
     if model is None and importlib.util.find_spec("torch") is None:
         raise StackError("a model is made with torch; name one with --model, or pip install 'opengyre[trainer]'")

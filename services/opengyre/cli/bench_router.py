@@ -30,6 +30,7 @@ from opengyre.cli.bench_router_talk import BOUND_S, TalkError, Way, lengths, way
 from opengyre.cli.client import JsonOption, console, number
 from opengyre.cli.sim_views import narrow
 from opengyre.cli.stack import StackError
+from opengyre.host.vllm_arguments import VllmArgumentsError, checked_arguments
 from opengyre.host.vllm_machine import free_memory, gpus_of
 from opengyre.host.vllm_plan import kv_fault
 from opengyre.proto import ids, subjects
@@ -85,8 +86,8 @@ def router(
     settings = load()
     if engine == "vllm":
         try:
-            checked_interpreter(settings.host.vllm_python)
-        except VllmMissingError as error:
+            checked_arguments(checked_interpreter(settings.host.vllm_python), settings.host.vllm_arguments)
+        except (VllmMissingError, VllmArgumentsError) as error:
             raise StackError(str(error)) from error
         if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory())) is not None:
             raise StackError(fault)

@@ -23,6 +23,7 @@ from opengyre.cli.stack import Lock, Stack, StackError
 from opengyre.cli.supervisor import Supervisor
 from opengyre.cli.supervisor_child import tail
 from opengyre.cli.supervisor_plan import MARK, Addresses, EngineName, Fleet, Program, services
+from opengyre.host.vllm_arguments import VllmArgumentsError, checked_arguments
 from opengyre.host.vllm_machine import free_memory, gpus_of
 from opengyre.host.vllm_plan import kv_fault
 from opengyre.sandbox.clear import clear
@@ -101,8 +102,8 @@ def check(options: Options, settings: Settings) -> None:
         raise StackError(f"http.port {port} is taken by another program; set a free one, or 0, or give --port")
     if options.engine == "vllm":
         try:
-            checked_interpreter(settings.host.vllm_python)
-        except VllmMissingError as error:
+            checked_arguments(checked_interpreter(settings.host.vllm_python), settings.host.vllm_arguments)
+        except (VllmMissingError, VllmArgumentsError) as error:
             raise StackError(str(error)) from error
         if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory(), options.hosts)) is not None:
             raise StackError(fault)

@@ -39,11 +39,9 @@ def checked_interpreter(setting: str | None) -> str:
     """
     python = interpreter(setting)
     named = f"host.vllm_python is {setting}, which" if setting else f"host.vllm_python is not set, and {python}"
-    # As the server has it: without what this process's PYTHON* variables name.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         done = subprocess.run(
-            [python, "-c", _LOOK], env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=LOOK_S,
+            [python, "-c", _LOOK], env=own_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=LOOK_S,
             check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -52,6 +50,11 @@ def checked_interpreter(setting: str | None) -> str:
     if answer == b"True":
         return python
     raise VllmMissingError(f"{named} {'has no vLLM' if answer == b'False' else 'is no python that runs'}; {_ALLOWED}")
+
+
+def own_environment() -> dict[str, str]:
+    """Of a python that has vLLM, as its server has it: without what this process's PYTHON* variables name."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def _has_vllm() -> bool:
