@@ -4,17 +4,23 @@ Interpreters that have vLLM are stand-ins here; tests/vllm asks vLLM's own.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from opengyre.cli import up as stack_up
 from opengyre.cli.main import app
 from opengyre.cli.stack import StackError
+from opengyre.cli.up import Options, compose
 from opengyre.host import vllm_arguments
 from opengyre.host.vllm_arguments import VllmArgumentsError, checked_arguments
+from opengyre.host.vllm_machine import gpu_memory
 from opengyre.host.vllm_process import SIDE
+from opengyre.shared.settings import load
 from opengyre.shared.vllm import VllmMissingError
+from opengyre.tiny.types import EngineError
 
 USAGE = "echo 'usage: vllm [-h]' >&2; echo 'vllm: error: unrecognized arguments: --frobnicate' >&2; exit 2"
 
@@ -126,3 +132,64 @@ def test_another_version_of_vllm_is_not_asked(tmp_path: Path, line: str, passes:
         return
     with pytest.raises(VllmArgumentsError, match="No module named 'torch'"):
         checked_arguments(asked, ("--frobnicate",))
+
+
+def test_hosts_of_a_stack_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GYRE_HOST__VLLM_PYTHON", python(tmp_path / "python", "exit 9"))
+    monkeypatch.setenv("GYRE_HOST__VLLM_TENSOR_PARALLEL", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-5c1e,7,8")
+
+    def told(options: Options) -> list[str | None]:
+        _, _, above = compose(options, load())
+        return [one.environment.get("CUDA_VISIBLE_DEVICES") for one in above if one.name.startswith("host")]
+
+    assert told(Options(tmp_path / "state", hosts=2, engine="vllm")) == ["2,3", "GPU-5c1e,7"]
+    assert told(Options(tmp_path / "state", hosts=2)) == [None, None]
+    with pytest.raises(
+        StackError, match=r"^--hosts is 3, each with 2 GPUs of its own; this machine has 5 GPUs, so allowed are"
+    ):
+        compose(Options(tmp_path / "state", hosts=3, engine="vllm"), load())
+    monkeypatch.setattr(stack_up, "free_memory", lambda: 64 << 30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert told(Options(tmp_path / "state", hosts=3, engine="vllm")) == [None, None, None]
+
+
+TORCH = "echo 'Traceback (most recent call last):' >&2; echo 'RuntimeError: No CUDA GPUs are available' >&2; exit 1"
+WOULD = (
+    "a CUDA build of vLLM that finds the GPU would do, or CUDA_VISIBLE_DEVICES set to nothing, to serve on processors"
+)
+
+
+def test_a_vllm_that_does_not_use_the_gpus_says_why_and_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    """It said "returned non-zero exit status 1", and each host after it was started."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for_processors = python(tmp_path / "python", "exit 9", "echo none")
+    with pytest.raises(EngineError) as error:
+        gpu_memory(for_processors)
+    assert str(error.value) == (
+        f"this machine has GPUs, and the vLLM of {for_processors} (host.vllm_python) is built for processors; {WOULD}"
+    )
+    broken = python(tmp_path / "broken", "exit 9", TORCH)
+    with pytest.raises(EngineError) as other:
+        gpu_memory(broken)
+    assert str(other.value) == (
+        f"{broken} (host.vllm_python) does not say how much memory the GPU has "
+        f"(RuntimeError: No CUDA GPUs are available); {WOULD}"
+    )
+    assert gpu_memory(python(tmp_path / "fitting", "exit 9")) == 85899345920
+    monkeypatch.setenv("GYRE_HOST__VLLM_PYTHON", for_processors)
+    for command in (("up",), ("demo", "--headless")):
+        assert refused(*command, "--engine", "vllm", "--hosts", "1") == str(error.value)
+    assert not list(here.iterdir())
+
+
+@pytest.mark.torch
+def test_a_torch_for_processors_is_known_by_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this torch is built for GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(EngineError, match="is built for processors"):
+        gpu_memory(sys.executable)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from opengyre.host.vllm_arguments import OWN, fault_of
 from opengyre.host.vllm_calls import Sampling, body_of
-from opengyre.host.vllm_machine import gpus_of
+from opengyre.host.vllm_machine import each_host, gpus_by_host, gpus_fault, gpus_of, visible_gpus
 from opengyre.host.vllm_plan import Facts, kv_fault, plan, same_shape
 from opengyre.host.vllm_process import cause
 from opengyre.shared.settings import HostSettings
@@ -106,6 +106,53 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
 def test_gpus_are_those_that_the_process_may_use(visible: str, count: int) -> None:
     assert gpus_of({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_hosts_of_a_machine_have_gpus_of_their_own() -> None:
+    """Each host of `gyre up` started its engine on the first GPU."""
+    named = visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-5c1e,GPU-77,1"})
+    assert gpus_by_host(named, 2, each_host(settings(vllm_tensor_parallel=2))) == ["3,GPU-5c1e", "GPU-77,1"]
+    assert gpus_by_host(named, 3, each_host(settings())) == ["3", "GPU-5c1e", "GPU-77"]
+    assert each_host(settings(vllm_tensor_parallel=2, ranks=4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "hosts", "said"),
+    [
+        ({}, 4, 4, None),
+        ({"vllm_tensor_parallel": 2}, 4, 2, None),
+        ({}, 1, 2, "--hosts is 2, each with a GPU of its own; this machine has 1 GPU, so allowed are up to 1"),
+        (
+            {"vllm_tensor_parallel": 4},
+            8,
+            3,
+            (
+                "--hosts is 3, each with 4 GPUs of its own; this machine has 8 GPUs, so allowed are up to 2, "
+                "or host.vllm_tensor_parallel up to 2"
+            ),
+        ),
+        (
+            {"vllm_tensor_parallel": 3, "ranks": 4},
+            8,
+            3,
+            (
+                "--hosts is 3, each with 4 GPUs of its own; this machine has 8 GPUs, so allowed are up to 2, "
+                "or host.vllm_tensor_parallel and host.ranks up to 2"
+            ),
+        ),
+        (
+            {"ranks": 2},
+            2,
+            3,
+            "--hosts is 3, each with 2 GPUs of its own; this machine has 2 GPUs, so allowed are up to 1",
+        ),
+        ({"ranks": 4}, 2, 1, "host.ranks is 4; this machine has 2 GPUs, so allowed are up to 2"),
+    ],
+)
+def test_hosts_that_have_too_few_gpus_are_told_how_many_would_do(
+    changes: dict[str, Any], gpus: int, hosts: int, said: str | None
+) -> None:
+    assert gpus_fault(settings(**changes), gpus, hosts) == said
 
 
 @pytest.mark.parametrize(

@@ -54,3 +54,11 @@ def test_emulated_hosts_share_processes_and_others_do_not() -> None:
     assert hosts(Fleet(5, "emulated", 2)) == {"host0": ("emulated", "3"), "host1": ("emulated", "2")}
     assert hosts(Fleet(2, "emulated", 8)) == {"host0": ("emulated", "1"), "host1": ("emulated", "1")}
     assert hosts(Fleet(2)) == {"host0": ("tiny", "1"), "host1": ("tiny", "1")}
+
+
+def test_hosts_are_told_their_own_gpus_and_other_services_nothing() -> None:
+    programs = services(ADDRESSES, Fleet(2, "vllm", gpus=("0,1", "GPU-5c1e,3")))
+    told = {one.name: one.environment.get("CUDA_VISIBLE_DEVICES") for one in programs}
+    assert (told.pop("host0"), told.pop("host1")) == ("0,1", "GPU-5c1e,3")
+    assert set(told.values()) == {None}
+    assert not any("CUDA_VISIBLE_DEVICES" in one.environment for one in services(ADDRESSES, Fleet(2, "vllm")))

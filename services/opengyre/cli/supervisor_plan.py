@@ -63,6 +63,8 @@ class Fleet:
     engine: EngineName = "tiny"
     processes: int = 1
     """Of the emulated engine, whose hosts share processes; others always have their own."""
+    gpus: Sequence[str] = ()
+    """CUDA_VISIBLE_DEVICES of each host; none: each has that of the supervisor."""
 
     def shares(self) -> list[int]:
         """How many hosts each process holds; they differ by one at most."""
@@ -98,6 +100,7 @@ def services(addresses: Addresses, fleet: Fleet) -> tuple[Program, ...]:
             GYRE_HOST__HOST=f"host{n}",
             GYRE_HOST__ENGINE=fleet.engine,
             GYRE_HOST__COUNT=str(share),
+            **({"CUDA_VISIBLE_DEVICES": fleet.gpus[n]} if fleet.gpus else {}),
         )
         for n, share in enumerate(fleet.shares())
     )

