@@ -50,7 +50,10 @@ def python(path: Path, answer: str, memory: str = "echo 85899345920") -> str:
 
 
 def refused(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
+    """Where it is not, nothing begins either."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stack_up, "services", lambda *_: pytest.fail("it begins"))
+        done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, StackError), done.output
     return str(done.exception)
 
