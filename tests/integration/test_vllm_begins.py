@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from opengyre.cli import up as stack_up
-from opengyre.cli.main import app
 from opengyre.cli.stack import StackError
 from opengyre.cli.up import Options, compose
 from opengyre.host import vllm_arguments
@@ -21,6 +19,7 @@ from opengyre.host.vllm_process import SIDE
 from opengyre.shared.settings import load
 from opengyre.shared.vllm import VllmMissingError
 from opengyre.tiny.types import EngineError
+from support.vllm_stand_ins import COMMANDS, program, refused
 
 USAGE = "echo 'usage: vllm [-h]' >&2; echo 'vllm: error: unrecognized arguments: --frobnicate' >&2; exit 2"
 
@@ -36,12 +35,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-def program(path: Path, line: str) -> str:
-    path.write_text(f"#!/bin/sh\n{line}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def python(path: Path, answer: str, memory: str = "echo 85899345920") -> str:
     """One that has vLLM, answers so of arguments, and so of a GPU's memory."""
     return program(
@@ -49,25 +42,7 @@ def python(path: Path, answer: str, memory: str = "echo 85899345920") -> str:
     )
 
 
-def refused(*arguments: str) -> str:
-    """Where it is not, nothing begins either."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack_up, "services", lambda *_: pytest.fail("it begins"))
-        done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, StackError), done.output
-    return str(done.exception)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("up", "--engine", "vllm"),
-        ("demo", "--headless", "--engine", "vllm"),
-        ("bench", "router", "--engine", "vllm"),
-        ("bench", "engine"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_arguments_that_vllm_or_a_host_does_not_take_are_refused_before_anything_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Path, command: tuple[str, ...]
 ) -> None:
@@ -190,7 +165,7 @@ def test_a_vllm_that_does_not_use_the_gpus_says_why_and_what_would(
 
 @pytest.mark.torch
 def test_a_torch_for_processors_is_known_by_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="it is a torch without CUDA that is asked")
     if torch.version.cuda or torch.version.hip:
         pytest.skip("this torch is built for GPUs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

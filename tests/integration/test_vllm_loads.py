@@ -25,26 +25,10 @@ from opengyre.tiny.types import EngineBusyError, EngineError, GenerateRequest, W
 from opengyre.weights.canary import CANARY_FILE, encode, prompts_for
 from support import eventually
 from support.vllm_directory import model
+from support.vllm_stand_ins import Alive
 
 RIGHT, WRONG = -2.0, -3.0
 BOUND_S = 10
-
-
-class Alive(Server):
-    """A server that never ends by itself."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.stopped = False
-
-    async def gone(self) -> None:
-        await asyncio.Event().wait()
-
-    async def stop(self) -> None:
-        self.stopped = True
-
-    def memory(self) -> int:
-        return 0
 
 
 class Stand:

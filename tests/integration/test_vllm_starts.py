@@ -10,12 +10,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from typer.testing import CliRunner
 
 from opengyre.cli import up as stack_up
 from opengyre.cli.bench_model import write_policy
-from opengyre.cli.main import app
-from opengyre.cli.stack import StackError
 from opengyre.host import vllm
 from opengyre.host.vllm import VllmEngine
 from opengyre.host.vllm_process import Server
@@ -26,25 +23,9 @@ from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 from opengyre.tiny.types import EngineError
 from opengyre.weights.canary import CANARY_FILE, encode, prompts_for
 from support.vllm_directory import model
+from support.vllm_stand_ins import COMMANDS, Alive, program, refused
 
 SCORE = -2.0
-
-
-class Program(Server):
-    """A server that scores every token alike, as an engine knows its processes."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.stopped = False
-
-    async def gone(self) -> None:
-        await asyncio.Event().wait()
-
-    async def stop(self) -> None:
-        self.stopped = True
-
-    def memory(self) -> int:
-        return 0 if self.stopped else 1 << 30
 
 
 async def answer(request: Request) -> Response:
@@ -73,7 +54,7 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
     engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_start_s=60, vllm_python=sys.executable))
     sock = listen(HttpSettings())
     async with serving_http(sock, app_of([Route("/{path:path}", answer, methods=["GET", "POST"])]), shutdown_s=1):
-        started = Program(f"http://127.0.0.1:{sock.getsockname()[1]}")
+        started = Alive(f"http://127.0.0.1:{sock.getsockname()[1]}")
 
         async def start(*_: object) -> Server:
             return started
@@ -95,7 +76,7 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
             await engine.close()
 
 
-class Mortal(Program):
+class Mortal(Alive):
     """A server that ends while its memory is looked at."""
 
     def __init__(self, url: str, engine: VllmEngine) -> None:
@@ -148,7 +129,7 @@ async def test_a_server_whose_workers_do_not_say_how_they_sample_is_not_served_b
     sock = listen(HttpSettings())
     app = app_of([Route("/{path:path}", say_nothing, methods=["GET", "POST"])])
     async with serving_http(sock, app, shutdown_s=1):
-        started = Program(f"http://127.0.0.1:{sock.getsockname()[1]}")
+        started = Alive(f"http://127.0.0.1:{sock.getsockname()[1]}")
 
         async def start(*_: object) -> Server:
             return started
@@ -173,12 +154,6 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: 
         await engine.wake(model(tmp_path), 0)
     assert engine.stats().state == "asleep"
     await engine.close()
-
-
-def program(path: Path, *lines: str) -> str:
-    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 def test_an_interpreter_is_asked_whether_it_has_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,22 +181,7 @@ def test_an_interpreter_that_does_not_answer_is_refused_in_time(
         checked_interpreter(program(tmp_path / "slow", "exec sleep 60"))
 
 
-def refused(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, StackError), done.output
-    return str(done.exception)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("up", "--engine", "vllm"),
-        ("demo", "--headless", "--engine", "vllm"),
-        ("bench", "router", "--engine", "vllm"),
-        ("bench", "engine"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_python_without_vllm_is_refused_before_anything_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
