@@ -14,18 +14,15 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
-from opengyre.host import vllm
 from opengyre.host.vllm import VllmEngine
-from opengyre.host.vllm_process import SIDE, Server, members
-from opengyre.shared.http import app_of, listen, serving_http
-from opengyre.shared.settings import HostSettings, HttpSettings
+from opengyre.host.vllm_process import SIDE, members
+from opengyre.shared.settings import HostSettings
 from opengyre.tiny.types import EngineBusyError, EngineError, GenerateRequest, WrongStateError
 from opengyre.weights.canary import CANARY_FILE, encode, prompts_for
 from support import eventually
 from support.vllm_directory import model
-from support.vllm_stand_ins import Alive
+from support.vllm_stand_ins import Alive, instead_of_vllm
 
 RIGHT, WRONG = -2.0, -3.0
 BOUND_S = 10
@@ -81,17 +78,8 @@ def version(folder: Path, name: str) -> Path:
 @asynccontextmanager
 async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[VllmEngine, Stand, Alive]]:
     """An engine that serves version 0, from `folder / "v0"`."""
-    monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
     engine, stand = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=sys.executable)), Stand()
-    sock = listen(HttpSettings())
-    app = app_of([Route("/{path:path}", stand.answer, methods=["GET", "POST"])])
-    async with serving_http(sock, app, shutdown_s=1):
-        server = Alive(f"http://127.0.0.1:{sock.getsockname()[1]}")
-
-        async def start(*_: object) -> Server:
-            return server
-
-        monkeypatch.setattr(Server, "start", start)
+    async with instead_of_vllm(monkeypatch, stand.answer) as server:
         try:
             await engine.wake(version(folder, "v0"), 0)
             await engine.resume()

@@ -9,21 +9,18 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
 from opengyre.cli import up as stack_up
 from opengyre.cli.bench_model import write_policy
 from opengyre.host import vllm
 from opengyre.host.vllm import VllmEngine
-from opengyre.host.vllm_process import Server
 from opengyre.shared import vllm as shared_vllm
-from opengyre.shared.http import app_of, listen, serving_http
-from opengyre.shared.settings import HostSettings, HttpSettings
+from opengyre.shared.settings import HostSettings
 from opengyre.shared.vllm import VllmMissingError, checked_interpreter
 from opengyre.tiny.types import EngineError
 from opengyre.weights.canary import CANARY_FILE, encode, prompts_for
 from support.vllm_directory import model
-from support.vllm_stand_ins import COMMANDS, Alive, program, refused
+from support.vllm_stand_ins import COMMANDS, Alive, instead_of_vllm, program, refused
 
 SCORE = -2.0
 
@@ -50,16 +47,8 @@ async def test_weights_that_are_not_proven_are_not_woken_with(
     content = encode(prompts, [[SCORE + off] * (len(prompt) - 1) for prompt in prompts])
     assert content is not None
     (directory / CANARY_FILE).write_bytes(content)
-    monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
     engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_start_s=60, vllm_python=sys.executable))
-    sock = listen(HttpSettings())
-    async with serving_http(sock, app_of([Route("/{path:path}", answer, methods=["GET", "POST"])]), shutdown_s=1):
-        started = Alive(f"http://127.0.0.1:{sock.getsockname()[1]}")
-
-        async def start(*_: object) -> Server:
-            return started
-
-        monkeypatch.setattr(Server, "start", start)
+    async with instead_of_vllm(monkeypatch, answer) as started:
         try:
             if not off:
                 assert engine.load_bound_s == 60
@@ -101,17 +90,9 @@ async def test_a_server_that_ends_as_its_start_is_done_is_not_taken_for_a_runnin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host had an engine that answered nothing, and never left to be started again."""
-    monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
     directory = model(tmp_path, dtype="float32")
     engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=sys.executable))
-    sock = listen(HttpSettings())
-    async with serving_http(sock, app_of([Route("/{path:path}", answer, methods=["GET", "POST"])]), shutdown_s=1):
-        started = Mortal(f"http://127.0.0.1:{sock.getsockname()[1]}", engine)
-
-        async def start(*_: object) -> Server:
-            return started
-
-        monkeypatch.setattr(Server, "start", start)
+    async with instead_of_vllm(monkeypatch, answer, lambda url: Mortal(url, engine)) as started:
         try:
             with pytest.raises(EngineError, match="vLLM has ended by itself"):
                 await engine.wake(directory, 0)
@@ -124,17 +105,8 @@ async def test_a_server_that_ends_as_its_start_is_done_is_not_taken_for_a_runnin
 async def test_a_server_whose_workers_do_not_say_how_they_sample_is_not_served_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "check_directory", lambda _: None)  # it holds no weights
     engine = VllmEngine(HostSettings(engine="vllm", vllm_context=64, vllm_python=sys.executable))
-    sock = listen(HttpSettings())
-    app = app_of([Route("/{path:path}", say_nothing, methods=["GET", "POST"])])
-    async with serving_http(sock, app, shutdown_s=1):
-        started = Alive(f"http://127.0.0.1:{sock.getsockname()[1]}")
-
-        async def start(*_: object) -> Server:
-            return started
-
-        monkeypatch.setattr(Server, "start", start)
+    async with instead_of_vllm(monkeypatch, say_nothing) as started:
         try:
             with pytest.raises(EngineError, match="says of its sampling what cannot be read"):
                 await engine.wake(model(tmp_path, dtype="float32"), 0)

@@ -347,9 +347,8 @@ class Host:
             await self._engine.pause()
             try:
                 await self._engine.load(directory, manifest.version)
-            except (
-                VERSION_FAULTS
-            ):  # what was served before is served still; of a load that was cancelled it is not known
+            except VERSION_FAULTS:
+                # What was served before is served still; of a load that was cancelled that is not known.
                 await self._engine.resume()
                 raise
             await self._engine.resume()
