@@ -71,8 +71,9 @@ async def test_what_waits_for_a_version_says_why_it_was_refused_before(
 
         monkeypatch.setattr(host.engine, "load", loading)
         await versions.publish(1)
-        await eventually(
-            lambda: "version 1 to be loaded, which failed before: no such argument" in waits(), found=waits
-        )
-        again.set()
+        said = "version 1 to be loaded, which failed before: no such argument"
+        try:
+            await eventually(lambda: said in waits(), found=waits)
+        finally:
+            again.set()
         await eventually(lambda: host.engine.stats().version == 1)
